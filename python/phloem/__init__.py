@@ -1,0 +1,1 @@
+"""Phloem: a structured-generation runtime for language models."""

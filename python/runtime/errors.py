@@ -1,0 +1,134 @@
+"""Every error that Phloem raises on purpose. Each says what was wrong, what was expected, and what to do.
+
+    PhloemError                    500
+    ├── RequestError               400   the request cannot be served as it stands
+    │   ├── InvalidRequestError    400     a field is out of range, of the wrong type, or unknown (also a ValueError)
+    │   ├── ContextLengthError     400     the prompt, or the tokens asked for, do not fit the model's context
+    │   ├── CapacityError          400     they fit the context, but never this engine's KV pool
+    │   └── GrammarError           400     the constraint cannot be compiled or is not enforceable
+    │       └── GrammarDeadEnd     500     no legal token is left: a bug of ours, never an illegal token
+    ├── ModelLoadError             500   a checkpoint, config or tokenizer cannot be used; lists every offender
+    │   └── UnsupportedModelError  500     it is sound, but Phloem has no code for it
+    ├── ConfigError                500   an engine option is unknown, or out of range (also a ValueError)
+    ├── EngineBusyError            409   the call needs an idle engine
+    ├── EngineClosedError          503   the engine was closed, or belongs to another process
+    ├── EngineDeadError            503   the engine process or its device is gone
+    ├── EngineSuspendedError       503   the KV pool was handed back; resume first
+    ├── RequestTimeoutError        408   the caller's own deadline passed; the request was aborted
+    ├── NumericalError             500   the model gave a logits row that is not finite
+    └── KernelError                500   a native kernel refused its arguments
+
+A `RequestError` concerns one request and leaves its neighbours alone. Assertions are for our own invariants.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CapacityError",
+    "ConfigError",
+    "ContextLengthError",
+    "EngineBusyError",
+    "EngineClosedError",
+    "EngineDeadError",
+    "EngineSuspendedError",
+    "GrammarDeadEnd",
+    "GrammarError",
+    "InvalidRequestError",
+    "KernelError",
+    "ModelLoadError",
+    "NumericalError",
+    "PhloemError",
+    "RequestError",
+    "RequestTimeoutError",
+    "UnsupportedModelError",
+    "from_wire",
+]
+
+
+class PhloemError(Exception):
+    """Root of the tree. `status` is the HTTP status, `code` the word on the wire, `param` the field to blame."""
+
+    status: int = 500
+    code: str = "internal_error"
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        if code is not None:
+            self.code = code
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (from_wire, (type(self).__name__, self.message, self.param, self.code))
+
+
+class RequestError(PhloemError):
+    status, code = 400, "invalid_request"
+
+
+class InvalidRequestError(RequestError, ValueError):
+    status, code = 400, "invalid_value"
+
+
+class ContextLengthError(RequestError):
+    status, code = 400, "context_length_exceeded"
+
+
+class CapacityError(RequestError):
+    status, code = 400, "capacity_exceeded"
+
+
+class GrammarError(RequestError):
+    status, code = 400, "invalid_grammar"
+
+
+class GrammarDeadEnd(GrammarError):
+    status, code = 500, "grammar_dead_end"
+
+
+class ModelLoadError(PhloemError):
+    status, code = 500, "model_load_failed"
+
+
+class UnsupportedModelError(ModelLoadError):
+    status, code = 500, "unsupported_model"
+
+
+class ConfigError(PhloemError, ValueError):
+    status, code = 500, "invalid_config"
+
+
+class EngineBusyError(PhloemError):
+    status, code = 409, "engine_busy"
+
+
+class EngineClosedError(PhloemError):
+    status, code = 503, "engine_closed"
+
+
+class EngineDeadError(PhloemError):
+    status, code = 503, "engine_dead"
+
+
+class EngineSuspendedError(PhloemError):
+    status, code = 503, "sleeping"
+
+
+class RequestTimeoutError(PhloemError, TimeoutError):
+    status, code = 408, "timeout"
+
+
+class NumericalError(PhloemError):
+    status, code = 500, "non_finite_logits"
+
+
+class KernelError(PhloemError):
+    status, code = 500, "kernel_error"
+
+
+def from_wire(name: str, message: str, param: str | None = None, code: str | None = None) -> PhloemError:
+    """The error that crossed a process border as plain strings. An unknown name becomes a `PhloemError`."""
+    kind = globals().get(name)
+    if not (isinstance(kind, type) and issubclass(kind, PhloemError)):
+        kind = PhloemError
+    return kind(message, param=param, code=code)
