@@ -21,7 +21,9 @@ def case_ids() -> list[str]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--cases", action="store_true", help="print the ids of tests/cases.yaml with the number of tests that cover each")
+    parser.addoption(
+        "--cases", action="store_true", help="print the ids of tests/cases.yaml with the number of tests that cover each"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -110,7 +110,9 @@ def parse_bytes(value: int | float | str, device_bytes: int) -> int:
         return int(device_bytes * value)
     elif isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value
-    raise ConfigError(f'kv_memory is {value!r}; expected bytes, a size such as "2GiB", or a fraction such as 0.25.', param="kv_memory")
+    raise ConfigError(
+        f'kv_memory is {value!r}; expected bytes, a size such as "2GiB", or a fraction such as 0.25.', param="kv_memory"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +147,9 @@ def resolve(
     threads = config.threads or hardware.cores
     context = min(config.max_context or model_context, model_context)
     if config.max_context and config.max_context > model_context:
-        raise ConfigError(f"max_context is {config.max_context}; the model was made for {model_context} tokens.", param="max_context")
+        raise ConfigError(
+            f"max_context is {config.max_context}; the model was made for {model_context} tokens.", param="max_context"
+        )
     kv_dtype: Literal["f32", "bf16"] = "f32" if config.kv_dtype == "auto" else config.kv_dtype
     token_bytes = kv_bytes_per_token_f32 // (1 if kv_dtype == "f32" else 2)
     page_bytes = token_bytes * config.page_size
@@ -165,7 +169,8 @@ def resolve(
         num_pages = budget // page_bytes
     if num_pages < 1:
         raise ConfigError(
-            f"the KV pool has no room for one page of {page_bytes} bytes ({how}). Raise kv_memory or lower page_size.", param="kv_memory"
+            f"the KV pool has no room for one page of {page_bytes} bytes ({how}). Raise kv_memory or lower page_size.",
+            param="kv_memory",
         )
     arithmetic = (
         f"KV: {token_bytes} bytes a token ({kv_dtype}) x {config.page_size} = {page_bytes} bytes a page",

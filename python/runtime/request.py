@@ -101,7 +101,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         if bias is None:
             force(self, "logit_bias", {})
         elif not isinstance(bias, Mapping):
-            raise InvalidRequestError(f"logit_bias is {bias!r}; expected a mapping of token id to a number.", param="logit_bias")
+            raise InvalidRequestError(
+                f"logit_bias is {bias!r}; expected a mapping of token id to a number.", param="logit_bias"
+            )
         _check_sampling(self)
 
 
@@ -142,13 +144,19 @@ def _check_sampling(s: SamplingParams) -> None:
     for text in s.stop:
         if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_CHARS:
             shown = repr(text) if not isinstance(text, str) or len(text) < 40 else f"a string of {len(text)} characters"
-            raise InvalidRequestError(f"stop holds {shown}; expected strings of 1 to {MAX_STOP_CHARS} characters.", param="stop")
+            raise InvalidRequestError(
+                f"stop holds {shown}; expected strings of 1 to {MAX_STOP_CHARS} characters.", param="stop"
+            )
     for flag_name in ("keep_stop", "ignore_eos", "skip_special_tokens"):
         flag(flag_name)
     if len(s.stop_token_ids) > MAX_STOP_IDS:
-        raise InvalidRequestError(f"stop_token_ids has {len(s.stop_token_ids)} ids; at most {MAX_STOP_IDS}.", param="stop_token_ids")
+        raise InvalidRequestError(
+            f"stop_token_ids has {len(s.stop_token_ids)} ids; at most {MAX_STOP_IDS}.", param="stop_token_ids"
+        )
     if s.allowed_token_ids is not None and not s.allowed_token_ids:
-        raise InvalidRequestError("allowed_token_ids is empty: no token could be drawn. Leave it out or name ids.", param="allowed_token_ids")
+        raise InvalidRequestError(
+            "allowed_token_ids is empty: no token could be drawn. Leave it out or name ids.", param="allowed_token_ids"
+        )
     for name, ids in (("stop_token_ids", s.stop_token_ids), ("allowed_token_ids", s.allowed_token_ids or ())):
         for token in ids:
             if isinstance(token, bool) or not isinstance(token, int) or token < 0:
@@ -157,11 +165,17 @@ def _check_sampling(s: SamplingParams) -> None:
         raise InvalidRequestError(f"logit_bias has {len(s.logit_bias)} entries; at most {MAX_BIASES}.", param="logit_bias")
     for token, value in s.logit_bias.items():
         if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-            raise InvalidRequestError(f"logit_bias names {token!r}; expected token ids of the model's vocabulary.", param="logit_bias")
+            raise InvalidRequestError(
+                f"logit_bias names {token!r}; expected token ids of the model's vocabulary.", param="logit_bias"
+            )
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not -100.0 <= value <= 100.0:
-            raise InvalidRequestError(f"logit_bias of token {token} is {value!r}; expected a number in [-100, 100].", param="logit_bias")
+            raise InvalidRequestError(
+                f"logit_bias of token {token} is {value!r}; expected a number in [-100, 100].", param="logit_bias"
+            )
     if s.logprobs not in (None, "model", "sampled", "both"):
-        raise InvalidRequestError(f"logprobs is {s.logprobs!r}; expected True, False, 'model', 'sampled' or 'both'.", param="logprobs")
+        raise InvalidRequestError(
+            f"logprobs is {s.logprobs!r}; expected True, False, 'model', 'sampled' or 'both'.", param="logprobs"
+        )
     integer("top_logprobs", 0, MAX_TOP_LOGPROBS)
     if s.top_logprobs and s.logprobs is None:
         raise InvalidRequestError("top_logprobs needs logprobs: ask for logprobs=True too.", param="top_logprobs")

@@ -148,7 +148,15 @@ class Ops(Protocol):
         """silu(x @ gate.T) * (x @ up.T); `gate_up` was packed with gated=True from [gate, up]."""
         ...
 
-    def attention(self, batch: BatchLike, qkv: Tensor, layer: int, spec: AttentionSpec, q_norm: Tensor | None = None, k_norm: Tensor | None = None) -> Tensor:
+    def attention(
+        self,
+        batch: BatchLike,
+        qkv: Tensor,
+        layer: int,
+        spec: AttentionSpec,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+    ) -> Tensor:
         """Per-head norms if given, RoPE at the batch's positions, write K and V of all rows, then attend: [T, heads * dim]."""
         ...
 
