@@ -1,0 +1,228 @@
+"""The race: whole-engine figures, each beside its peer in the same run, interleaved, medians and ratios.
+
+    python benchmarks/race.py [--dtype f32] [--repeat 3] [--only prefill,decode,b,c,e,g,h,start]
+
+prefill  one prompt of 512 and of 2,048 tokens                      against llama-bench pp512, pp2048
+decode   one stream, 128 tokens after a prompt of 128               against llama-bench tg128
+b        32 streams, 64 in / 128 out                                against vLLM and llama-batched-bench
+c        64 questions of 32 tokens behind 1,024 shared, 16 out      against vLLM
+e        8 roots of 512, 4 branches of 8, 4 children of 8, 32 out   against vLLM (levels in lock step for both)
+g        a prompt of 2,048 tokens again: tokens computed, TTFT      one token must be recomputed
+h        8 streams of 64 in / 256 out meet a prompt of 1,500        longest stall, in units of one budgeted step
+start    engine from nothing to the first token
+Every repetition draws new ids, so no cache survives from one to the next.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import subprocess
+import sys
+import time
+
+import phloem as ph
+from phloem.runtime.errors import PhloemError
+
+sys.path.insert(0, str(__import__("pathlib").Path(__file__).resolve().parent.parent))
+import itertools
+
+from benchmarks.common import interleaved, median, note, random_ids, record
+from benchmarks.peers import LlamaCpp, Vllm
+
+GREEDY = {"temperature": 0.0, "ignore_eos": True}
+
+
+def sampling(n: int) -> ph.SamplingParams:
+    return ph.SamplingParams(max_tokens=n, **GREEDY)  # type: ignore[arg-type]
+
+
+class Ours:
+    def __init__(self, dtype: str, threads: int, **config: object) -> None:
+        self.engine = ph.Engine(dtype=dtype, threads=threads, kv_tokens=65_536, max_running=32, **config)
+        self.engine.generate(random_ids(5, 64), sampling(4))
+
+    def prefill(self, seed: int, length: int) -> float:
+        ids = random_ids(seed, length)
+        start = time.perf_counter()
+        self.engine.generate(ids, sampling(1))
+        return length / (time.perf_counter() - start)
+
+    def decode(self, seed: int, prompt: int, new: int) -> float:
+        times: list[float] = []
+        for delta in self.engine.stream(random_ids(seed, prompt), sampling(new)):
+            times.append(time.perf_counter())
+            last = len(delta.token_ids)
+        assert last
+        return (new - 1) / (times[-1] - times[0])
+
+    def generate(self, prompts: list[list[int]], new: int) -> tuple[float, list[list[int]]]:
+        start = time.perf_counter()
+        outputs = self.engine.generate(prompts, sampling(new))
+        return time.perf_counter() - start, [o.token_ids for o in outputs]
+
+
+def tree(generate: object, seed: int) -> float:
+    """Seconds that `generate` takes for the workload e, level by level."""
+    run = generate
+    assert callable(run)
+    roots = [random_ids(seed * 1000 + r, 512) for r in range(8)]
+    level1 = [root + random_ids(seed * 1000 + 100 + r * 10 + b, 8) for r, root in enumerate(roots) for b in range(4)]
+    first, outputs = run(level1, 32)
+    level2 = [
+        p + o + random_ids(seed * 100_000 + i * 10 + k, 8) for i, (p, o) in enumerate(zip(level1, outputs)) for k in range(4)
+    ]
+    second, _ = run(level2, 32)
+    return float(first + second)
+
+
+def report(
+    name: str, workload: str, results: dict[str, list[float]], unit: str, higher_is_better: bool, **extra: object
+) -> None:
+    ours = median(results["phloem"])
+    peers = {k: median(v) for k, v in results.items() if k != "phloem"}
+    ratios = {k: round(ours / v if higher_is_better else v / ours, 3) for k, v in peers.items()}
+    record(
+        name,
+        ours,
+        unit,
+        workload,
+        peers={k: round(v, 3) for k, v in peers.items()},
+        ratio=ratios,
+        runs=len(results["phloem"]),
+        **extra,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dtype", default="f32", choices=["f32", "bf16", "q8", "q4"])
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--only", default="prefill,decode,b,c,e,g,h,start")
+    args = parser.parse_args()
+    parts = args.only.split(",")
+    llama = LlamaCpp({"f32": "f32", "bf16": "bf16", "q8": "q8_0", "q4": "q4_0"}[args.dtype], args.threads)
+    vllm = Vllm(32)
+    if not llama.found():
+        note("llama.cpp is not there (benchmarks/peers/setup.sh llama): its columns are left out.")
+    use_vllm = vllm.found() and any(p in parts for p in "bce")
+    if any(p in parts for p in "bce") and not use_vllm:
+        note("vLLM is not there (benchmarks/peers/setup.sh vllm): its columns are left out.")
+    if use_vllm:
+        note("starting vLLM ...")
+        vllm.start()
+        vllm.generate([random_ids(1, 64)], 4)
+    ours = Ours(args.dtype, args.threads)
+    extra = {"dtype": args.dtype, "threads": args.threads}
+    seeds = iter(range(10, 10_000))
+    if "prefill" in parts:
+        for length in (512, 2048):
+            runs = {"phloem": lambda _, n=length: ours.prefill(next(seeds), n)}
+            if llama.found():
+                runs["llama.cpp"] = lambda _, n=length: llama.bench(n, 0)
+            report(
+                f"prefill_{length}", f"one prompt of {length} tokens", interleaved(args.repeat, **runs), "tok/s", True, **extra
+            )
+    if "decode" in parts:
+        runs = {"phloem": lambda _: ours.decode(next(seeds), 128, 128)}
+        if llama.found():
+            runs["llama.cpp"] = lambda _: llama.bench(0, 128)
+        report("decode_1", "one stream, 128 in / 128 out", interleaved(args.repeat, **runs), "tok/s", True, **extra)
+    if "b" in parts:
+        runs = {"phloem": lambda _: 32 * 128 / ours.generate([random_ids(next(seeds), 64) for _ in range(32)], 128)[0]}
+        if use_vllm:
+            runs["vllm"] = lambda _: 32 * 128 / vllm.generate([random_ids(next(seeds), 64) for _ in range(32)], 128)[0]
+        if llama.found():
+            runs["llama.cpp"] = lambda _: llama.batched(64, 128, 32)
+        report("b_32_streams", "32 streams, 64 in / 128 out", interleaved(args.repeat, **runs), "out tok/s", True, **extra)
+    if "c" in parts:
+
+        def shared(run: object, seed: int) -> float:
+            prefix = random_ids(seed, 1024)
+            assert callable(run)
+            return float(run([prefix + random_ids(seed * 1000 + i, 32) for i in range(64)], 16)[0])
+
+        runs = {"phloem": lambda _: shared(ours.generate, next(seeds))}
+        if use_vllm:
+            runs["vllm"] = lambda _: shared(vllm.generate, next(seeds))
+        report("c_shared_prefix", "64 x (1,024 shared + 32) in / 16 out", interleaved(args.repeat, **runs), "s", False, **extra)
+    if "e" in parts:
+        runs = {"phloem": lambda _: tree(ours.generate, next(seeds))}
+        if use_vllm:
+            runs["vllm"] = lambda _: tree(vllm.generate, next(seeds))
+        report("e_tree", "8 x 512, 4 x 8, 4 x 8 in / 32 out a node", interleaved(args.repeat, **runs), "s", False, **extra)
+    if use_vllm:
+        vllm.stop()
+    if "g" in parts:
+        ids = random_ids(next(seeds), 2048)
+        cold = ours.engine.generate(ids, sampling(1))
+        before = ours.engine.stats().prefill_tokens
+        start = time.perf_counter()
+        warm = ours.engine.generate(ids, sampling(1))
+        seconds = time.perf_counter() - start
+        assert warm.token_ids == cold.token_ids
+        computed = ours.engine.stats().prefill_tokens - before
+        record(
+            "g_warm_ttft",
+            seconds * 1e3,
+            "ms",
+            "2,048 tokens again",
+            computed_tokens=computed,
+            cached=warm.usage.cached_tokens,
+            **extra,
+        )
+    if "h" in parts:
+        stall(args.dtype, args.threads)
+    if "start" in parts:
+        del ours
+        gc.collect()
+        code = "import time,phloem as ph\ne=ph.Engine()\ne.generate('a',ph.SamplingParams(max_tokens=1))\ne.close()"
+        times = []
+        for _ in range(args.repeat):
+            start = time.perf_counter()
+            subprocess.run([sys.executable, "-c", code], check=True)
+            times.append(time.perf_counter() - start)
+        record("start", median(times), "s", "process start to first token, embedded model, exit included", runs=args.repeat)
+
+
+def stall(dtype: str, threads: int) -> None:
+    """h: the longest gap between two tokens of any of 8 streams while a prompt of 1,500 tokens is computed."""
+    import asyncio
+
+    async def run() -> tuple[float, float, float, float]:
+        async with ph.AsyncEngine(dtype=dtype, threads=threads, kv_tokens=65_536) as engine:
+            await engine.generate(random_ids(3, 64), sampling(4))
+            start = time.perf_counter()
+            await engine.generate(random_ids(4, 1500), sampling(1))
+            alone = time.perf_counter() - start
+            start = time.perf_counter()
+            await engine.generate(random_ids(6, engine.config.max_step_tokens), sampling(1))
+            chunk = time.perf_counter() - start
+            stamps: list[list[float]] = [[] for _ in range(8)]
+
+            async def stream(i: int) -> None:
+                async for _ in engine.stream(random_ids(50 + i, 64), sampling(256)):
+                    stamps[i].append(time.perf_counter())
+
+            tasks = [asyncio.create_task(stream(i)) for i in range(8)]
+            while min(map(len, stamps)) < 32:
+                await asyncio.sleep(0.01)
+            begin = time.perf_counter()
+            await engine.generate(random_ids(7, 1500), sampling(1))
+            end = time.perf_counter()
+            await asyncio.gather(*tasks)
+            gaps = [b - a for s in stamps for a, b in itertools.pairwise(s) if b > begin and a < end + 0.05]
+            return max(gaps), end - begin, alone, chunk
+
+    gap, ttft, alone, chunk = asyncio.run(run())
+    record("h_longest_stall", gap * 1e3, "ms", "8 streams, then 1,500 tokens", one_chunk_ms=round(chunk * 1e3, 1), in_chunks=round(gap / chunk, 2),
+           long_ttft_ms=round(ttft * 1e3, 1), alone_ms=round(alone * 1e3, 1), dtype=dtype, threads=threads)  # fmt: skip
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except PhloemError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
