@@ -1,6 +1,6 @@
 """The race: whole-engine figures, each beside its peer in the same run, interleaved, medians and ratios.
 
-    python benchmarks/race.py [--dtype f32] [--repeat 3] [--only prefill,decode,b,c,e,g,h,start]
+    python -m benchmarks.race [--dtype f32] [--repeat 3] [--only prefill,decode,b,c,e,g,h,start]
 
 prefill  one prompt of 512 and of 2,048 tokens                      against llama-bench pp512, pp2048
 decode   one stream, 128 tokens after a prompt of 128               against llama-bench tg128
@@ -17,19 +17,16 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import os
 import subprocess
 import sys
 import time
 
 import phloem as ph
-from phloem.runtime.errors import PhloemError
-
-sys.path.insert(0, str(__import__("pathlib").Path(__file__).resolve().parent.parent))
-import itertools
-
 from benchmarks.common import interleaved, median, note, random_ids, record
 from benchmarks.peers import LlamaCpp, Vllm
+from phloem.runtime.errors import PhloemError
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 
