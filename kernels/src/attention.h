@@ -54,11 +54,10 @@ struct AttentionArgs {
   AttentionPlan* plan;  // built from `batch` and `shape`; attention() only
 };
 
-// Bytes of Spmd::scratch that attention() needs in every thread. rope_append needs none.
-size_t attention_scratch_bytes(const AttentionShape& shape);
-
+// attention_scratch_bytes: of Spmd::scratch, that attention() needs in every thread. rope_append needs none.
 // rope_append: norms, rope, q in place, K and V of all T tokens into their pages. Slots on the scratch page are not written.
 // attention: out. No thread may enter it before all have left rope_append; all threads call it, once a layer.
+PHLOEM_DECLARE(size_t, attention_scratch_bytes, (const AttentionShape& shape))
 PHLOEM_DECLARE(void, rope_append, (const AttentionArgs& args, Spmd& spmd))
 PHLOEM_DECLARE(void, attention, (const AttentionArgs& args, Spmd& spmd))
 

@@ -1,0 +1,355 @@
+// See attention.h for the arithmetic, attention_plan.h for who computes what. Here: one (tile, kv head), split by split.
+//
+//   rows of the tile: (token, q head of the group)        a piece: 16 positions on one page, for the tokens that share it
+//
+//             16 positions          256 positions                    head_dim
+//   q [R][D] x K piece [D][16] -> s [R][256] -> softmax -> s x V piece [16][D] -> o [R][D] -> merged into the splits before
+#include "attention.h"
+
+#include "attention_kernels.h"
+#include "simd.h"
+
+namespace phloem::PHLOEM_NS {
+namespace {
+
+constexpr int kBlock = 16;
+constexpr int kBlocks = kSplit / kBlock;
+constexpr int kScoreStride = kSplit + 16;  // not a power of two: rows would share a few L1 sets
+
+struct Piece {
+  const void* k;  // [head_dim][page_size], from its first position; null: the page is smaller than a block, gather it
+  const void* v;  // [16][head_dim]
+  int32_t segment, position;
+  int32_t first, last;  // tokens of the tile that see any of it: [first, last)
+};
+
+// A thread's memory, cut from Spmd::scratch.
+struct Scratch {
+  float* q;         // [R][D], scaled
+  float* s;         // [R][kScoreStride]
+  float* o;         // [R][D], of the current split
+  float* m;         // [R] its maxima
+  float* l;         // [R] its sums
+  float* all_o;     // [R][D], of the splits so far
+  float* all_m;
+  float* all_l;
+  float* k;         // [D][16], one piece expanded to float
+  float* v;         // [16][D]
+  int32_t* low;     // [tokens]: a token sees positions low .. high - 1
+  int32_t* high;
+  int32_t* segment; // [tokens]: first token of each segment in the tile
+  Piece* pieces;    // [kBlocks][segments]
+};
+
+size_t carve(const AttentionShape& shape, char* base, Scratch* out) {
+  const size_t tokens = (size_t)tile_tokens(shape), rows = (size_t)tile_rows(shape), dim = (size_t)shape.head_dim;
+  size_t at = 0;
+  const auto take = [&](size_t bytes) {
+    char* p = base == nullptr ? nullptr : base + at;
+    at += (bytes + 63) / 64 * 64;
+    return p;
+  };
+  const auto floats = [&](size_t n) { return reinterpret_cast<float*>(take(n * sizeof(float))); };
+  out->q = floats(rows * dim);
+  out->s = floats(rows * kScoreStride);
+  out->o = floats(rows * dim);
+  out->m = floats(rows);
+  out->l = floats(rows);
+  out->all_o = floats(rows * dim);
+  out->all_m = floats(rows);
+  out->all_l = floats(rows);
+  out->k = floats(dim * kBlock);
+  out->v = floats(dim * kBlock);
+  out->low = reinterpret_cast<int32_t*>(take(tokens * sizeof(int32_t)));
+  out->high = reinterpret_cast<int32_t*>(take(tokens * sizeof(int32_t)));
+  out->segment = reinterpret_cast<int32_t*>(take((tokens + 1) * sizeof(int32_t)));
+  out->pieces = reinterpret_cast<Piece*>(take((tokens * kBlocks + 1) * sizeof(Piece)));
+  return at;
+}
+
+inline int at_least(int a, int b) { return a > b ? a : b; }
+inline int at_most(int a, int b) { return a < b ? a : b; }
+
+template <class T>
+struct Worker {
+  const AttentionArgs& args;
+  const Scratch scratch;
+  const int group, dim, page_size;
+  const Tile* tile = nullptr;
+  const Segment* segments = nullptr;
+  int kv_head = 0;
+  int num_pieces = 0;
+
+  Worker(const AttentionArgs& a, const Scratch& s)
+      : args(a), scratch(s), group(a.shape.heads / a.shape.kv_heads), dim(a.shape.head_dim), page_size(a.shape.page_size) {}
+
+  const T* k_page(int page) const {
+    return static_cast<const T*>(args.k_cache) + ((int64_t)page * args.shape.kv_heads + kv_head) * dim * page_size;
+  }
+  const T* v_page(int page) const {
+    return static_cast<const T*>(args.v_cache) + ((int64_t)page * args.shape.kv_heads + kv_head) * dim * page_size;
+  }
+  int page_of(const Segment& segment, int position) const {
+    return args.batch.kv_indices[segment.pages + position / page_size];
+  }
+  bool sees(int token, int begin, int end) const { return scratch.high[token] > begin && scratch.low[token] < end; }
+
+  // Queries, scaled and packed; what each token sees.
+  void open(const Tile& t, int head) {
+    tile = &t;
+    segments = args.plan->view().segments + t.first_segment;
+    kv_head = head;
+    int token = 0;
+    for (int i = 0; i < t.num_segments; i++) {
+      scratch.segment[i] = token;
+      for (int j = 0; j < segments[i].tokens; j++, token++) {
+        scratch.high[token] = segments[i].position + j + 1;
+        scratch.low[token] = args.window > 0 ? at_least(0, scratch.high[token] - args.window) : 0;
+        const float* q = args.qkv + (segments[i].token + j) * args.qkv_ld + (int64_t)head * group * dim;
+        scale_row(q, args.scale, group * dim, scratch.q + (int64_t)token * group * dim);
+      }
+    }
+    scratch.segment[t.num_segments] = token;
+  }
+  int first_split() const {
+    int low = scratch.low[0];
+    for (int t = 1; t < tile->tokens; t++) low = at_most(low, scratch.low[t]);
+    return low / kSplit;
+  }
+
+  // The pieces of split s, in the order in which they are used.
+  void list_pieces(int split) {
+    num_pieces = 0;
+    const int end = at_most(tile->length, (split + 1) * kSplit);
+    for (int position = split * kSplit; position < end; position += kBlock)
+      for (int i = 0; i < tile->num_segments;) {
+        const int begin_segment = i++;
+        while (i < tile->num_segments && segments[i].shared >= position + kBlock) i++;
+        int first = scratch.segment[begin_segment], last = scratch.segment[i];
+        while (first < last && !sees(first, position, position + kBlock)) first++;
+        while (first < last && !sees(last - 1, position, position + kBlock)) last--;
+        if (first == last) continue;
+        Piece& piece = scratch.pieces[num_pieces++];
+        piece = {nullptr, nullptr, begin_segment, position, first, last};
+        // Of several segments any one knows the page, but only one that reaches this far has it in its table.
+        while (scratch.segment[piece.segment + 1] <= first) piece.segment++;
+        if (page_size >= kBlock) {
+          const int page = page_of(segments[piece.segment], position), offset = position & (page_size - 1);
+          piece.k = k_page(page) + offset;
+          piece.v = v_page(page) + offset * dim;
+        }
+      }
+  }
+
+  // Pages smaller than a block: a block's worth of them, expanded to float, as far as any of the piece's tokens sees (all that
+  // share the piece have these pages).
+  int piece_end(const Piece& piece) const {
+    int high = 0;
+    for (int t = piece.first; t < piece.last; t++) high = at_least(high, scratch.high[t]);
+    return at_most(piece.position + kBlock, high);
+  }
+  void gather_k(const Piece& piece) {
+    const int end = piece_end(piece);
+    for (int position = piece.position; position < end; position += page_size) {
+      const T* page = k_page(page_of(segments[piece.segment], position));
+      for (int d = 0; d < dim; d++)
+        for (int j = 0; j < page_size; j++)
+          scratch.k[d * kBlock + position - piece.position + j] = to_float(page[d * page_size + j]);
+    }
+  }
+  void gather_v(const Piece& piece) {
+    const int end = piece_end(piece);
+    for (int position = piece.position; position < end; position += page_size) {
+      const T* page = v_page(page_of(segments[piece.segment], position));
+      const int n = page_size * dim;
+      float* to = scratch.v + (int64_t)(position - piece.position) * dim;
+      for (int j = 0; j < n; j++) to[j] = to_float(page[j]);
+    }
+  }
+  void score(const Piece& piece, const void* next, int next_stride) {
+    const int rows = (piece.last - piece.first) * group;
+    const float* q = scratch.q + (int64_t)piece.first * group * dim;
+    float* s = scratch.s + (int64_t)piece.first * group * kScoreStride + (piece.position & (kSplit - 1));
+    if (piece.k == nullptr) {
+      gather_k(piece);
+      scores(rows, dim, q, scratch.k, kBlock, s, kScoreStride, nullptr, 0);
+      return;
+    }
+    const T* k = static_cast<const T*>(piece.k);
+    if constexpr (sizeof(T) == 2) {
+      if (rows > kScoreRows) {  // expanded once for several passes
+        expand_k(k, page_size, dim, scratch.k);
+        scores(rows, dim, q, scratch.k, kBlock, s, kScoreStride, next, next_stride);
+        return;
+      }
+    }
+    scores(rows, dim, q, k, page_size, s, kScoreStride, next, next_stride);
+  }
+
+  // Maxima, exponentials and sums of every row of a split; the scores become weights.
+  void softmax(int split) {
+    const int base = split * kSplit;
+    for (int t = 0; t < tile->tokens; t++) {
+      const int begin = at_least(scratch.low[t] - base, 0), end = at_most(scratch.high[t] - base, kSplit);
+      if (begin >= end) continue;
+      for (int r = t * group; r < (t + 1) * group; r++)
+        softmax_row(scratch.s + (int64_t)r * kScoreStride, begin, end, args.softcap, scratch.m + r, scratch.l + r);
+    }
+  }
+
+  void accumulate(const Piece& piece, const void* next) {
+    const float* v_float = nullptr;
+    const T* v = static_cast<const T*>(piece.v);
+    if (v == nullptr) {
+      gather_v(piece);
+      v_float = scratch.v;
+      next = nullptr;
+    } else if constexpr (sizeof(T) == 2) {
+      if ((piece.last - piece.first) * group > kOutputRows) {
+        expand_v(v, kBlock * dim, scratch.v);
+        v_float = scratch.v;
+      }
+    }
+    // Tokens that see the whole piece go together; the others (the diagonal, a window's edge) one by one: each row touches
+    // its own positions and no other, so what lies beyond them may be anything.
+    for (int t = piece.first; t < piece.last;) {
+      const int begin = at_least(scratch.low[t] - piece.position, 0), end = at_most(scratch.high[t] - piece.position, kBlock);
+      int after = t + 1;
+      if (begin == 0 && end == kBlock)
+        while (after < piece.last && scratch.low[after] <= piece.position && scratch.high[after] >= piece.position + kBlock) after++;
+      if (begin < end) {
+        const float* s = scratch.s + (int64_t)t * group * kScoreStride + (piece.position & (kSplit - 1));
+        float* o = scratch.o + (int64_t)t * group * dim;
+        const int rows = (after - t) * group;
+        if (v_float != nullptr) outputs(rows, dim, begin, end, s, kScoreStride, v_float, o, next);
+        else outputs(rows, dim, begin, end, s, kScoreStride, v, o, next);
+        next = nullptr;
+      }
+      t = after;
+    }
+  }
+
+  // o, m, l of one split for every row that has positions in it.
+  void run_split(int split) {
+    list_pieces(split);
+    if (num_pieces == 0) return;
+    for (int i = 0; i + 1 < num_pieces; i++) score(scratch.pieces[i], scratch.pieces[i + 1].k, page_size * (int)sizeof(T));
+    score(scratch.pieces[num_pieces - 1], scratch.pieces[0].v, kBlock * (int)sizeof(T));
+    softmax(split);
+    int first = tile->tokens, last = 0;
+    for (int i = 0; i < num_pieces; i++) {
+      first = at_most(first, scratch.pieces[i].first);
+      last = at_least(last, scratch.pieces[i].last);
+    }
+    clear(scratch.o + (int64_t)first * group * dim, (last - first) * group * dim);
+    const void* next_split = nullptr;
+    if (page_size >= kBlock && (split + 1) * kSplit < scratch.high[0])
+      next_split = k_page(page_of(segments[0], (split + 1) * kSplit));
+    for (int i = 0; i < num_pieces; i++) accumulate(scratch.pieces[i], i + 1 < num_pieces ? scratch.pieces[i + 1].v : next_split);
+  }
+
+  float* out_row(int token, int g) const {
+    int i = 0;
+    while (scratch.segment[i + 1] <= token) i++;
+    return args.out + (int64_t)(segments[i].token + token - scratch.segment[i]) * args.out_ld + ((int64_t)kv_head * group + g) * dim;
+  }
+
+  // All splits of the tile, merged as they come.
+  void run_whole() {
+    const int first = first_split();
+    for (int split = first; split * kSplit < tile->length; split++) {
+      run_split(split);
+      for (int t = 0; t < tile->tokens; t++) {
+        if (!sees(t, split * kSplit, (split + 1) * kSplit)) continue;
+        const bool begins = scratch.low[t] / kSplit == split;
+        for (int r = t * group; r < (t + 1) * group; r++)
+          merge(begins, dim, scratch.all_o + (int64_t)r * dim, scratch.all_m + r, scratch.all_l + r, scratch.o + (int64_t)r * dim,
+                scratch.m[r], scratch.l[r]);
+      }
+    }
+    for (int t = 0; t < tile->tokens; t++)
+      for (int g = 0; g < group; g++) {
+        const int r = t * group + g;
+        divide(dim, scratch.all_o + (int64_t)r * dim, scratch.all_l[r], out_row(t, g));
+      }
+  }
+
+  // One split, its result left in the plan for the merge.
+  void run_part(int split) {
+    const int rows = tile->tokens * group;
+    if (split < first_split()) return;
+    run_split(split);
+    float* to = part(split);
+    for (int t = 0; t < tile->tokens; t++) {
+      if (!sees(t, split * kSplit, (split + 1) * kSplit)) continue;
+      for (int r = t * group; r < (t + 1) * group; r++) {
+        to[r] = scratch.m[r];
+        to[rows + r] = scratch.l[r];
+        copy(scratch.o + (int64_t)r * dim, dim, to + 2 * rows + (int64_t)r * dim);
+      }
+    }
+  }
+  float* part(int split) const {
+    return args.plan->view().partials + tile->partials +
+           ((int64_t)kv_head * tile->splits + split) * partial_floats(tile->tokens * group, dim);
+  }
+  void merge_parts() {
+    const int rows = tile->tokens * group;
+    for (int t = 0; t < tile->tokens; t++) {
+      const int first = scratch.low[t] / kSplit;
+      for (int g = 0; g < group; g++) {
+        const int r = t * group + g;
+        for (int split = first; split * kSplit < scratch.high[t]; split++) {
+          const float* from = part(split);
+          merge(split == first, dim, scratch.all_o, scratch.all_m, scratch.all_l, from + 2 * rows + (int64_t)r * dim, from[r], from[rows + r]);
+        }
+        divide(dim, scratch.all_o, scratch.all_l[0], out_row(t, g));
+      }
+    }
+  }
+
+  void run(const AttentionItem& item) {
+    const PlanView& plan = args.plan->view();
+    open(plan.tiles[item.tile], item.kv_head);
+    if (item.split < 0) {
+      run_whole();
+      return;
+    }
+    run_part(item.split);
+    int32_t* pending = plan.pending + tile->pending + kv_head;
+    if (__atomic_sub_fetch(pending, 1, __ATOMIC_ACQ_REL) == 0) {
+      merge_parts();
+      __atomic_store_n(pending, tile->splits, __ATOMIC_RELAXED);  // for the next layer, a barrier away
+    }
+  }
+};
+
+template <class T>
+void run_items(const AttentionArgs& args, Spmd& spmd) {
+  const PlanView& plan = args.plan->view();
+  Scratch scratch;
+  carve(args.shape, spmd.scratch, &scratch);
+  Worker<T> worker(args, scratch);
+  // Every thread draws one ticket too many, so a layer takes exactly num_items + threads and nobody has to reset the counter.
+  uint32_t* base = plan.base + 16 * spmd.thread;
+  for (;;) {
+    const uint32_t ticket = __atomic_fetch_add(plan.ticket, 1u, __ATOMIC_RELAXED) - *base;
+    if (ticket >= (uint32_t)plan.num_items) break;
+    worker.run(plan.items[ticket]);
+  }
+  *base += (uint32_t)plan.num_items + (uint32_t)spmd.threads;
+}
+
+}  // namespace
+
+void attention(const AttentionArgs& args, Spmd& spmd) {
+  if (args.kv_type == KvType::kBf16) run_items<uint16_t>(args, spmd);
+  else run_items<float>(args, spmd);
+}
+
+size_t attention_scratch_bytes(const AttentionShape& shape) {
+  Scratch unused;
+  return carve(shape, nullptr, &unused);
+}
+
+}  // namespace phloem::PHLOEM_NS
