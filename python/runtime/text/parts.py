@@ -1,0 +1,61 @@
+"""What every source of a tokenizer (a GGUF file, a directory) boils down to, and how a component of one is changed.
+
+    gguf_tokenizer.py ─┐
+                       ├─> TokenizerParts ─> Tokenizer
+    hf_tokenizer.py ───┘
+
+Knows the `tokenizers` library and no file format.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import tokenizers
+from tokenizers import models
+
+__all__ = ["TokenizerParts", "component_json", "with_components"]
+
+COMPONENTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerParts:
+    """backend: encodes, its added tokens and post-processor set.   named: "bos_token", "eos_token", … -> spelling.
+    eos_ids: every id that the model itself ends with.   templates: chat templates by name, "default" the usual one.
+    tokens: id -> spelling where the source lists it (a GGUF may spell two ids alike); None asks the backend.
+    source: for messages.
+    """
+
+    backend: tokenizers.Tokenizer
+    named: Mapping[str, str]
+    eos_ids: frozenset[int]
+    templates: Mapping[str, str] = field(default_factory=dict)
+    tokens: list[str] | None = None
+    source: str = "the tokenizer"
+
+    def id_of(self, name: str) -> int | None:
+        spelling = self.named.get(name)
+        return None if spelling is None else self.backend.token_to_id(spelling)
+
+
+def component_json(backend: tokenizers.Tokenizer) -> dict[str, Any]:
+    """The normalizer, pre-tokenizer, post-processor and decoder as the JSON of a tokenizer.json. Cheap: no vocabulary."""
+    skeleton = tokenizers.Tokenizer(models.BPE())
+    for name in COMPONENTS:
+        setattr(skeleton, name, getattr(backend, name))
+    parsed = json.loads(skeleton.to_str())
+    return {name: parsed[name] for name in COMPONENTS}
+
+
+def with_components(model: models.Model, components: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    """A tokenizer over `model`, which is shared and not copied, with the components given as JSON and no added tokens."""
+    skeleton = json.loads(tokenizers.Tokenizer(models.BPE()).to_str())
+    built = tokenizers.Tokenizer.from_str(json.dumps({**skeleton, **components}))
+    result = tokenizers.Tokenizer(model)
+    for name in COMPONENTS:
+        setattr(result, name, getattr(built, name))
+    return result
