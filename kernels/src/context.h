@@ -4,6 +4,7 @@
 #include <cstdarg>
 #include <cstdio>
 
+#include "memory.h"
 #include "phloem.h"
 #include "pool.h"
 #include "variants.h"
@@ -12,6 +13,7 @@ struct phloem_context {
   explicit phloem_context(int threads, phloem::Variant v) : pool(threads), variant(v) {}
 
   phloem::Pool pool;
+  phloem::Memory memory;  // weights and buffers; what is left in it goes with the context
   phloem::Variant variant;
   char error[512] = "";
 

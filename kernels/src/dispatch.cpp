@@ -4,6 +4,7 @@
 #include <system_error>
 
 #include "context.h"
+#include "linear.h"
 
 #if defined(PHLOEM_X86_VARIANTS)
 #include <cpuid.h>
@@ -79,7 +80,10 @@ PHLOEM_API int phloem_create(int threads, int variant, phloem_context** context)
                        variant, phloem_variant_name(variant));
   try {
     *context = new phloem_context(threads, static_cast<phloem::Variant>(variant));
+    if (!(*context)->pool.reserve_scratch(phloem::kLinearScratch)) throw std::bad_alloc();
   } catch (const std::bad_alloc&) {
+    delete *context;
+    *context = nullptr;
     return create_fail(PHLOEM_NO_MEMORY, "no memory for a context of %d threads", threads);
   } catch (const std::system_error&) {
     return create_fail(PHLOEM_NO_MEMORY, "the system starts no %d threads", threads);
@@ -90,6 +94,6 @@ PHLOEM_API int phloem_create(int threads, int variant, phloem_context** context)
 PHLOEM_API const char* phloem_create_error(void) { return create_error; }
 PHLOEM_API void phloem_destroy(phloem_context* context) { delete context; }
 PHLOEM_API const char* phloem_error(const phloem_context* context) { return context == nullptr ? "context is NULL" : context->error; }
-PHLOEM_API int phloem_variant(const phloem_context* context) { return context == nullptr ? PHLOEM_AUTO : context->variant; }
+PHLOEM_API int phloem_variant(const phloem_context* context) { return context == nullptr ? static_cast<int>(PHLOEM_AUTO) : static_cast<int>(context->variant); }
 
 }  // extern "C"

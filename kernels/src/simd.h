@@ -54,7 +54,15 @@ PHLOEM_INLINE void store(float* p, vf v) { *reinterpret_cast<vf_unaligned*>(p) =
 PHLOEM_INLINE vi load_i(const int32_t* p) { return *reinterpret_cast<const vi_unaligned*>(p); }
 PHLOEM_INLINE void store_i(int32_t* p, vi v) { *reinterpret_cast<vi_unaligned*>(p) = v; }
 PHLOEM_INLINE vf zero() { return vf{}; }
-PHLOEM_INLINE vf set1(float x) { return vf{} + x; }  // -0.0f becomes 0.0f
+PHLOEM_INLINE vf set1(float x) {  // not vf{} + x: that addition turns -0.0f into 0.0f, so it could not be elided
+#if defined(PHLOEM_AVX512)
+  return (vf)_mm512_set1_ps(x);
+#elif defined(PHLOEM_AVX2)
+  return (vf)_mm256_set1_ps(x);
+#else
+  return vf{x, x, x, x};
+#endif
+}
 PHLOEM_INLINE vi set1_i(int32_t x) { return vi{} + x; }
 PHLOEM_INLINE vf as_f(vi v) { return reinterpret_cast<vf>(v); }
 PHLOEM_INLINE vi as_i(vf v) { return reinterpret_cast<vi>(v); }
@@ -117,6 +125,16 @@ PHLOEM_INLINE vf min(vf a, vf b) {
   return select(a < b, a, b);
 #endif
 }
+PHLOEM_INLINE vi max_i(vi a, vi b) {
+#if defined(PHLOEM_AVX512)
+  return (vi)_mm512_max_epi32((__m512i)a, (__m512i)b);
+#elif defined(PHLOEM_AVX2)
+  return (vi)_mm256_max_epi32((__m256i)a, (__m256i)b);
+#else
+  const vi greater = a > b;
+  return (greater & a) | (~greater & b);
+#endif
+}
 PHLOEM_INLINE vf abs(vf a) { return as_f(as_i(a) & 0x7fffffff); }
 PHLOEM_INLINE vf to_f(vi a) { return __builtin_convertvector(a, vf); }
 
@@ -134,6 +152,24 @@ PHLOEM_INLINE float hmax(vf v) {
   for (int h = W / 2; h > 0; h /= 2)
     for (int i = 0; i < h; i++) t[i] = t[i] > t[i + h] ? t[i] : t[i + h];
   return t[0];
+}
+
+// t[i][j] <-> t[j][i]: log2(W) rounds, each swapping blocks of `h` between rows h apart.
+PHLOEM_INLINE void transpose_square(vf t[W]) {
+  PHLOEM_UNROLL for (int h = W / 2; h > 0; h /= 2) {
+    vi low, high;  // row i keeps its low blocks and takes row i + h's; the other way round
+    for (int j = 0; j < W; j++) {
+      const bool upper = (j & h) != 0;
+      low[j] = upper ? W + j - h : j;
+      high[j] = upper ? W + j : j + h;
+    }
+    PHLOEM_UNROLL for (int i = 0; i < W; i++) {
+      if (i & h) continue;
+      const vf a = t[i], b = t[i + h];
+      t[i] = __builtin_shuffle(a, b, low);
+      t[i + h] = __builtin_shuffle(a, b, high);
+    }
+  }
 }
 
 // ---- bf16: W of them <-> vf. Rounds to nearest even; a NaN stays a NaN.
