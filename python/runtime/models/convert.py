@@ -1,0 +1,69 @@
+"""What a stored matrix becomes, for each `dtype` option. The one table of that decision:
+
+    stored            auto    f32    bf16    q8       q4
+    f32               f32     f32    bf16    q8_0     q4_0       the embedding and the head, under q4: q8_0
+    bf16              bf16    f32    bf16    q8_0     q4_0
+    f16               f32     f32    bf16    q8_0     q4_0       no kernel computes in f16, and bf16 would lose 3 bits
+    q8_0              q8_0    f32    bf16    q8_0     q4_0       kept as it is in the embedding and the head
+    q4_0, q4_1        same    f32    bf16    q8_0     same
+    other blocks      f32     f32    bf16    q8_0     q4_0
+
+Parts of one fused matrix end up of one kind: q4_0 beside q4_1 becomes q4_1, which is exact; any other mixture becomes float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from phloem.runtime.backends.base import Weight, WeightKind
+from phloem.runtime.backends.blocks import BLOCK, q4_0_to_q4_1, quantise
+from phloem.runtime.errors import UnsupportedModelError
+from phloem.runtime.models.stored import Stored
+
+__all__ = ["Dtype", "as_weights", "target_kind"]
+
+Dtype = Literal["auto", "f32", "bf16", "q8", "q4"]
+_AUTO: dict[str, WeightKind] = {"f32": "f32", "bf16": "bf16", "q8_0": "q8_0", "q4_0": "q4_0", "q4_1": "q4_1"}
+
+
+def target_kind(stored: str, dtype: Dtype, *, is_table: bool) -> WeightKind:
+    """is_table: the embedding or the head."""
+    if dtype == "auto":
+        return _AUTO.get(stored, "f32")
+    if dtype == "f32" or dtype == "bf16":
+        return dtype
+    kept = ("q8_0",) if dtype == "q8" else ("q4_0", "q4_1", "q8_0") if is_table else ("q4_0", "q4_1")
+    if stored in kept:
+        return _AUTO[stored]
+    return "q8_0" if dtype == "q8" or is_table else "q4_0"
+
+
+def as_weights(tensors: Sequence[Stored], dtype: Dtype, *, is_table: bool = False) -> list[Weight]:
+    """The parts of one matrix, of one kind. Raises UnsupportedModelError if rows cannot be cut into blocks of 32."""
+    kinds = {target_kind(t.kind, dtype, is_table=is_table) for t in tensors}
+    if len(kinds) == 1:
+        (common,) = kinds
+    else:
+        common = "q4_1" if kinds == {"q4_0", "q4_1"} else "f32"
+    return [_convert(t, common) for t in tensors]
+
+
+def _convert(tensor: Stored, kind: WeightKind) -> Weight:
+    shape = (tensor.shape[0], tensor.shape[1])
+    if tensor.kind == kind:
+        return Weight(kind, shape, tensor.read())
+    if tensor.kind == "q4_0" and kind == "q4_1":
+        return Weight(kind, shape, q4_0_to_q4_1(tensor.read()))
+    if kind == "f32":
+        return Weight(kind, shape, tensor.float32())
+    if kind == "bf16":
+        return Weight(kind, shape, tensor.float32().to(torch.bfloat16))
+    if shape[1] % BLOCK:
+        raise UnsupportedModelError(
+            f"{tensor.file}: {tensor.name} has rows of {shape[1]} elements; {kind} needs a multiple of {BLOCK}. Use dtype='f32' or 'bf16'.",
+            param="dtype",
+        )
+    return Weight(kind, shape, quantise(kind, tensor.float32()))

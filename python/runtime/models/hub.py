@@ -1,0 +1,40 @@
+"""org/name: a snapshot in huggingface_hub's cache, downloaded if it is not there. The library is imported when it is needed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from phloem.runtime.errors import ModelLoadError
+
+__all__ = ["find", "is_repository"]
+
+# What the loader and the tokenizer read; never pickles, and no other framework's copies.
+FILES = ["*.json", "model*.safetensors", "*.jinja", "tokenizer.model"]
+
+
+def is_repository(name: str) -> bool:
+    """Does this look like org/name?"""
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not name.startswith(("./", "../"))
+
+
+def find(name: str) -> Path:
+    """The folder of the snapshot: the local cache first, then the hub. Raises ModelLoadError that says what failed."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=FILES, local_files_only=True))
+        # An interrupted download leaves a snapshot without its weights; the hub's copy completes it.
+        if (folder / "config.json").exists() and any(folder.glob("model*.safetensors")):
+            return folder
+    except LocalEntryNotFoundError:
+        pass
+    try:
+        return Path(snapshot_download(name, allow_patterns=FILES))
+    except (OfflineModeIsEnabled, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelLoadError(
+            f"{name}: not in the local cache, and the hub could not be asked ({reason}). Check the name and the network, or give a directory.",
+            param="model",
+        ) from error
