@@ -1,1 +1,98 @@
-"""Phloem: a structured-generation runtime for language models."""
+"""Phloem: a structured-generation runtime for language models.
+
+    import phloem as ph
+
+    engine = ph.Engine()                                  # the embedded SmolLM2-135M-Instruct
+    out = engine.generate("Once upon a time", ph.SamplingParams(max_tokens=32, temperature=0))
+    print(out.text, out.usage.cached_tokens)
+
+Names are loaded when they are first used (PEP 562), so `import phloem` is quick and loads neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from phloem.runtime.config import EngineConfig
+    from phloem.runtime.engine.aio import AsyncEngine, AsyncStream
+    from phloem.runtime.engine.sync import Engine, Stream
+    from phloem.runtime.errors import (
+        CapacityError,
+        ConfigError,
+        ContextLengthError,
+        EngineBusyError,
+        EngineClosedError,
+        EngineDeadError,
+        EngineSuspendedError,
+        GrammarDeadEnd,
+        GrammarError,
+        InvalidRequestError,
+        KernelError,
+        ModelLoadError,
+        NumericalError,
+        PhloemError,
+        RequestError,
+        RequestTimeoutError,
+        UnsupportedModelError,
+    )
+    from phloem.runtime.request import Delta, Output, SamplingParams, TokenLogprob, Usage
+
+    __version__: str
+
+__all__ = [
+    "AsyncEngine",
+    "AsyncStream",
+    "CapacityError",
+    "ConfigError",
+    "ContextLengthError",
+    "Delta",
+    "Engine",
+    "EngineBusyError",
+    "EngineClosedError",
+    "EngineConfig",
+    "EngineDeadError",
+    "EngineSuspendedError",
+    "GrammarDeadEnd",
+    "GrammarError",
+    "InvalidRequestError",
+    "KernelError",
+    "ModelLoadError",
+    "NumericalError",
+    "Output",
+    "PhloemError",
+    "RequestError",
+    "RequestTimeoutError",
+    "SamplingParams",
+    "Stream",
+    "TokenLogprob",
+    "UnsupportedModelError",
+    "Usage",
+]
+
+_HOME = {
+    "AsyncEngine": "phloem.runtime.engine.aio",
+    "AsyncStream": "phloem.runtime.engine.aio",
+    "Engine": "phloem.runtime.engine.sync",
+    "EngineConfig": "phloem.runtime.config",
+    "Stream": "phloem.runtime.engine.sync",
+    **dict.fromkeys(("Delta", "Output", "SamplingParams", "TokenLogprob", "Usage"), "phloem.runtime.request"),
+}  # every other name of __all__ is an error
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        value: Any = version("phloem")
+    elif name in __all__:
+        value = getattr(importlib.import_module(_HOME.get(name, "phloem.runtime.errors")), name)
+    else:
+        raise AttributeError(f"module 'phloem' has no attribute {name!r}")
+    globals()[name] = value  # the next look-up finds it directly
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "__version__"})

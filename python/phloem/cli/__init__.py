@@ -1,0 +1,39 @@
+"""The command `phloem`: one file a command. Nothing heavy is imported before a command runs, so `phloem --help` is quick.
+
+main ── typer ── generate.py · chat.py · doctor.py · bench.py ── session.py (the engine, errors) ── flags.py (fields -> flags)
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import typer
+
+from phloem.cli import bench, chat, doctor, generate
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="phloem",
+    help="Structured generation on a radix tree of paged KV. Without --model, the embedded SmolLM2-135M-Instruct answers.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,  # rich's help costs an import, and a pipe gets the same plain text
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for module in (generate, chat, bench, doctor):
+    module.register(app)
+
+
+def main() -> None:
+    """The entry point. Exit status: 0, 1 for an error, 2 for wrong usage, 130 after Ctrl-C, 141 when the reader went away."""
+    try:
+        app()
+    except BrokenPipeError:
+        # `phloem generate | head -1`: not an error. The interpreter flushes stdout once more on exit: give it somewhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+    except KeyboardInterrupt:
+        sys.exit(130)
