@@ -37,7 +37,7 @@ from phloem.runtime.errors import PhloemError, RequestTimeoutError
 from phloem.runtime.request import Delta, Output, TokenLogprob
 
 if TYPE_CHECKING:
-    from phloem.runtime.engine.core import EngineStats
+    from phloem.runtime.engine.core import EngineStats, Explanation
     from phloem.runtime.text.tokenizer import Tokenizer
 
 __all__ = ["AsyncEngine", "AsyncStream"]
@@ -68,7 +68,7 @@ class AsyncEngine:
         return self
 
     def _set_up(self, parts: Parts) -> None:
-        self._client: EngineClient = InprocClient(parts.core)
+        self._client: EngineClient = InprocClient(parts.core, on_close=parts.on_close)
         self._verbs = Verbs(parts.text, policy=parts.config.policy)
         self.config: EngineConfig = parts.config
         self.resolved: Resolved = parts.resolved
@@ -213,13 +213,15 @@ class AsyncEngine:
         stats: EngineStats = await self._control("stats")
         return stats
 
-    async def explain(self, prompt: Prompt, *, namespace: str = "") -> Any:
+    async def explain(self, prompt: Prompt, *, namespace: str = "") -> Explanation:
         """As Engine.explain."""
-        return await self._control("explain", self._verbs.prompt_ids(prompt), namespace)
+        explanation: Explanation = await self._control("explain", self._verbs.prompt_ids(prompt), namespace)
+        return explanation
 
-    async def flush(self) -> None:
+    async def flush(self) -> int:
         """As Engine.flush."""
-        await self._control("flush")
+        freed: int = await self._control("flush")
+        return freed
 
     async def check(self) -> None:
         """As Engine.check."""

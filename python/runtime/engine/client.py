@@ -53,7 +53,7 @@ class Core(Protocol):
     def stop(self, request_id: str, num_tokens: int) -> None: ...
     def step(self, now: float) -> Sequence[OutputDelta]: ...
     def drain(self) -> Sequence[OutputDelta]: ...
-    def close(self) -> None: ...
+    def close(self) -> object: ...
 
 
 class EngineClient(Protocol):
@@ -98,8 +98,12 @@ class EngineClient(Protocol):
 class InprocClient:
     """An EngineCore in this process, shared by any number of threads. The core is touched by the holder of the baton alone."""
 
-    def __init__(self, core: Core, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, core: Core, *, on_close: Callable[[], None] | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """on_close: called once, after the core was closed."""
         self._core = core
+        self._on_close = on_close
         self._clock = clock
         self._pid = os.getpid()
         # `with` on the lock itself: a KeyboardInterrupt cannot fall between taking it and entering the block, as it can in a
@@ -278,8 +282,10 @@ class InprocClient:
             try:
                 self._fail_all()
                 self._core.close()
+                if self._on_close is not None:
+                    self._on_close()
             finally:
-                self._core = _CLOSED
+                self._core, self._on_close = _CLOSED, None
                 self._drop_baton()
 
     def _fail_all(self) -> None:

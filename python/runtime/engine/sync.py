@@ -34,7 +34,7 @@ from phloem.runtime.errors import RequestTimeoutError
 from phloem.runtime.request import Delta, Output, TokenLogprob
 
 if TYPE_CHECKING:
-    from phloem.runtime.engine.core import EngineStats
+    from phloem.runtime.engine.core import EngineStats, Explanation
     from phloem.runtime.text.tokenizer import Tokenizer
 
 __all__ = ["Engine", "Stream"]
@@ -72,7 +72,7 @@ class Engine:
         return self
 
     def _set_up(self, parts: Parts) -> None:
-        self._client: EngineClient = InprocClient(parts.core)
+        self._client: EngineClient = InprocClient(parts.core, on_close=parts.on_close)
         # Holds the client, not the engine: a forgotten engine is closed by the garbage collector, at the latest at exit.
         self._finalizer = weakref.finalize(self, self._client.close)
         self._verbs = Verbs(parts.text, policy=parts.config.policy)
@@ -225,13 +225,15 @@ class Engine:
         stats: EngineStats = self._control("stats")
         return stats
 
-    def explain(self, prompt: Prompt, *, namespace: str = "") -> Any:
+    def explain(self, prompt: Prompt, *, namespace: str = "") -> Explanation:
         """How many tokens of this prompt the cache would give, through which nodes, and how long those have been idle (R9)."""
-        return self._control("explain", self._verbs.prompt_ids(prompt), namespace)
+        explanation: Explanation = self._control("explain", self._verbs.prompt_ids(prompt), namespace)
+        return explanation
 
-    def flush(self) -> None:
-        """Forget every cached prefix. Raises EngineBusyError while requests run."""
-        self._control("flush")
+    def flush(self) -> int:
+        """Forget every cached prefix; how many pages that freed. Raises EngineBusyError while requests run."""
+        freed: int = self._control("flush")
+        return freed
 
     def check(self) -> None:
         """Verify that each page has exactly one owner (P2) and the tree is sound. AssertionError says what is not."""

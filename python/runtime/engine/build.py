@@ -1,0 +1,211 @@
+"""EngineConfig -> the parts of an engine: where model, kernels, pool and text meet. Runs once, then has no say.
+
+open_model ─ headers only ─> resolve (P3) ─ is there room? ─> load_model ─> Backend.bind ─> LocalExecutor ─┐
+     └──────> Tokenizer ──────────────────────────────────────────────────> Text                          EngineCore
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
+
+from phloem.runtime.backends import create_backend
+from phloem.runtime.backends.base import Backend, KVSpec, Limits
+from phloem.runtime.config import EngineConfig, Hardware, Resolved, resolve
+from phloem.runtime.engine.collect import Collector
+from phloem.runtime.engine.core import CoreSettings, EngineCore
+from phloem.runtime.errors import ConfigError
+from phloem.runtime.executor.local import LocalExecutor
+from phloem.runtime.executor.sampler import ReferenceSampler, Sampler
+from phloem.runtime.models.config import ModelConfig
+from phloem.runtime.models.loader import OpenModel, load_model, open_model
+from phloem.runtime.request import Request
+from phloem.runtime.text.chat import encode_chat
+from phloem.runtime.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from phloem.runtime.engine.client import Core
+
+__all__ = ["EngineOptions", "Parts", "Text", "build", "detect_hardware", "load_tokenizer"]
+
+LOGIT_ROWS = 64  # logits buffered at once; more of one step (prompt logprobs) are computed in parts
+
+
+class EngineOptions(TypedDict, total=False):
+    """The keyword arguments of Engine and AsyncEngine: EngineConfig's fields, `model` aside, which comes first."""
+
+    dtype: Literal["auto", "f32", "bf16", "q8", "q4"]
+    device: Literal["auto", "cpu", "cuda", "reference"]
+    page_size: int
+    kv_memory: int | float | str | None
+    kv_tokens: int | None
+    kv_dtype: Literal["auto", "f32", "bf16"]
+    max_context: int | None
+    max_running: int
+    max_step_tokens: int
+    policy: Literal["prefix", "fcfs", "priority"]
+    max_wait: int
+    threads: int
+    cache_mode: Literal["on", "off"]
+    deterministic: bool
+    overlap: bool | None
+    seed: int | None
+
+
+class Text:
+    """The model's text side, as the verbs want it (calls.TextSide)."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        return encode_chat(self._tokenizer, messages, **options)
+
+    def collector(self, request: Request) -> Collector:
+        return Collector(request, self._tokenizer)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a facade is made of. The core, and with it the model and the pool, goes to the client; the rest stays.
+
+    on_close: frees what the core does not own (the backend with its threads); called once, after the core was closed.
+    """
+
+    core: Core
+    text: Text
+    tokenizer: Tokenizer
+    config: EngineConfig
+    resolved: Resolved
+    on_close: Callable[[], None]
+
+
+def build(config: EngineConfig, on_load: Callable[[str], None] | None = None) -> Parts:
+    """Load and wire everything. Blocks for as long as the weights take.
+
+    on_load: told of each stage, with a percentage while weights are read. Raises ConfigError, ModelLoadError,
+    UnsupportedModelError, most of them before the weights are read.
+    """
+    report = on_load if on_load is not None else _ignore
+    hardware = detect_hardware()
+    report("reading the headers")
+    opened = open_model(config.model)
+    first = _resolve(config, hardware, opened.config, opened.file_bytes)  # what cannot fit is refused before it is loaded
+    backend = create_backend(first.device, threads=first.threads)
+    try:
+        if first.kv_dtype not in backend.kv_dtypes:
+            known = ", ".join(repr(d) for d in backend.kv_dtypes)
+            raise ConfigError(f"kv_dtype is {first.kv_dtype!r}; the {backend.name} backend keeps {known}.", param="kv_dtype")
+        report("the tokenizer")
+        tokenizer = load_tokenizer(opened)
+        report("the weights")
+        loaded = load_model(
+            opened,
+            backend,
+            config.dtype,
+            max_context=first.max_context,
+            progress=lambda done, total: report(f"weights {done / total:.0%}"),
+        )
+        resolved = _resolve(config, hardware, opened.config, loaded.weight_bytes)
+        report("the KV pool")
+        kv = kv_spec(opened.config, resolved)
+        limits = limits_of(resolved)
+        runner = backend.bind(loaded.model, kv, limits)
+        executor = LocalExecutor(
+            runner, _sampler(backend, tokenizer, opened.config), page_size=kv.page_size, num_pages=kv.num_pages,
+            width=opened.config.vocabulary, max_running=config.max_running, max_logits=limits.max_logits, overlap=resolved.overlap,
+        )  # fmt: skip
+        core = EngineCore(_core_settings(resolved, opened, tokenizer), executor)
+    except BaseException:
+        backend.close()
+        raise
+    return Parts(core, Text(tokenizer), tokenizer, config, resolved, backend.close)
+
+
+def load_tokenizer(opened: OpenModel) -> Tokenizer:
+    """The tokenizer that belongs to a checkpoint: of a GGUF's metadata, or of the directory."""
+    width = opened.config.vocabulary
+    if opened.metadata is not None:
+        return Tokenizer.from_gguf_metadata(opened.metadata, width=width, source=str(opened.path))
+    return Tokenizer.from_directory(opened.path, width=width)
+
+
+def kv_spec(model: ModelConfig, resolved: Resolved) -> KVSpec:
+    return KVSpec(
+        num_layers=model.num_layers, num_kv_heads=model.num_kv_heads, head_dim=model.head_dim, num_pages=resolved.num_pages,
+        page_size=resolved.config.page_size, dtype=resolved.kv_dtype,
+    )  # fmt: skip
+
+
+def limits_of(resolved: Resolved) -> Limits:
+    """Bounds of one step: its token budget, and every running sequence at full context."""
+    config = resolved.config
+    rows = min(config.max_running, config.max_step_tokens)
+    pages_each = min(-(-resolved.max_context // config.page_size), resolved.num_pages)
+    return Limits(
+        max_tokens=config.max_step_tokens,
+        max_rows=rows,
+        max_logits=min(config.max_step_tokens, max(LOGIT_ROWS, rows)),
+        max_pages=rows * pages_each,
+    )
+
+
+def detect_hardware() -> Hardware:
+    """The cores and the memory that this process may use: affinity and control groups count, not only the machine."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    quota = _first_line("/sys/fs/cgroup/cpu.max").split()
+    if len(quota) == 2 and quota[0].isdigit() and quota[1].isdigit():
+        cores = min(cores, math.ceil(int(quota[0]) / int(quota[1])))
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        limit = _first_line(path)
+        if limit.isdigit():
+            memory = min(memory, int(limit))
+    return Hardware(cores=max(cores, 1), memory_bytes=memory)
+
+
+def _first_line(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""
+
+
+def _resolve(config: EngineConfig, hardware: Hardware, model: ModelConfig, weight_bytes: int) -> Resolved:
+    return resolve(
+        config, hardware, model_context=model.max_context, kv_bytes_per_token_f32=model.kv_bytes_per_token_f32, weight_bytes=weight_bytes
+    )  # fmt: skip
+
+
+def _sampler(backend: Backend, tokenizer: Tokenizer, model: ModelConfig) -> Sampler:
+    return ReferenceSampler(vocab_size=tokenizer.vocab_size, width=model.vocabulary)
+
+
+def _core_settings(resolved: Resolved, opened: OpenModel, tokenizer: Tokenizer) -> CoreSettings:
+    config, width = resolved.config, opened.config.vocabulary
+    return CoreSettings(
+        page_size=config.page_size,
+        num_pages=resolved.num_pages,
+        max_context=resolved.max_context,
+        vocab_size=min(tokenizer.vocab_size, width),
+        width=width,
+        max_running=config.max_running,
+        max_step_tokens=config.max_step_tokens,
+        policy=config.policy,
+        max_wait=config.max_wait,
+        overlap=resolved.overlap,
+        cache_enabled=config.cache_mode == "on",
+        eos_ids=frozenset(tokenizer.eos_ids) | frozenset(opened.eos_ids),
+        seed=config.seed,
+    )
+
+
+def _ignore(stage: str) -> None:
+    pass
