@@ -1,0 +1,64 @@
+"""What clients have pinned (R7): named leases with a deadline and a cap. They yield before a request that fits would wait.
+
+oldest -> {"chat-17": node, until 60.0}, {"rl-3": node, until 90.0} <- newest        broken from the oldest end
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from phloem.runtime.cache.radix import Node, RadixTree
+
+__all__ = ["Hold", "HoldBook"]
+
+
+@dataclass(slots=True)
+class Hold:
+    """One pin on `node`. `until`: when it lapses, on the caller's clock."""
+
+    node: Node
+    until: float
+
+
+class HoldBook:
+    """The holds of one tree, oldest first. `broken` counts those that ended for want of pages or of room under the cap."""
+
+    def __init__(self, tree: RadixTree, max_pages: int) -> None:
+        self.tree = tree
+        self.max_pages = max_pages
+        self.holds: dict[str, Hold] = {}
+        self.broken = 0
+
+    def __len__(self) -> int:
+        return len(self.holds)
+
+    def take_over(self, name: str, node: Node, until: float) -> None:
+        """The pin on `node` that the caller has becomes a hold. A hold of the same name is replaced."""
+        self.release(name)
+        self.holds[name] = Hold(node, until)
+        while self.holds and self.num_pages() > self.max_pages:
+            self.break_oldest()
+
+    def release(self, name: str) -> bool:
+        """True if there was one."""
+        hold = self.holds.pop(name, None)
+        if hold is not None:
+            self.tree.unpin(hold.node)
+        return hold is not None
+
+    def break_oldest(self) -> bool:
+        """Give up the oldest hold. False: there is none."""
+        for name in self.holds:
+            self.broken += 1
+            return self.release(name)
+        return False
+
+    def drop(self, doomed: Callable[[Hold], bool] = lambda hold: True) -> None:
+        for name in [name for name, hold in self.holds.items() if doomed(hold)]:
+            self.release(name)
+
+    def num_pages(self) -> int:
+        """Pages under any hold, each counted once. Walks the paths: holds are few."""
+        nodes = {node for hold in self.holds.values() for node in self.tree.path(hold.node)}
+        return sum(len(node.pages) for node in nodes)

@@ -1,0 +1,400 @@
+"""Which token prefixes are known, and which pages hold their keys and values. Bytes and page ids only: no tensors.
+
+page_size 4, letters are tokens (four bytes each, little-endian), [..] is a page:
+
+    root ("", version 0)                a root per (namespace, weights version): a hit never crosses roots (R8)
+     |
+     +-- [ABCD|EFGH]                    an edge: whole pages, found by the bytes of its first page
+     |     +-- [IJKL]                   children differ in their first page; two may share its first tokens
+     |     +-- [IJXY|....]
+     |     +-- [IJ]                     a tail: fewer than page_size tokens, always a leaf
+     |     `-- open: [IJKM             the page a live sequence still writes: a copy source, owned by the sequence
+     `-- [ABQR]
+
+Splitting, when a lease must end inside an edge; the lower half keeps its identity, so leases on it stay right (R3):
+
+    P --[ABCD|EFGH|IJKL] n         P --[ABCD] new --[EFGH|IJKL] n
+
+Growing: a leaf which only its writer leases grows in place. Trimming: eviction takes a leaf's last page (R7).
+
+    n [ABCD]  append EFGH  ->  n [ABCD|EFGH]         n [ABCD|EFGH]  evict  ->  n [ABCD]
+
+A lease is one pin on the deepest node of a path: only leaves are evicted, so it protects the whole path. `children` holds
+edges and tails, told apart by the length of the key; `order` holds the same keys sorted, where the longest common run of
+anything with anything below a node is with a neighbour. Rules R1-R8 are engine.md's; docs/radix-tree.md tells the story.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from phloem.runtime.cache.pages import PagePool
+
+__all__ = ["TOKEN_BYTES", "Match", "Node", "OpenPage", "RadixTree", "Source", "common_run"]
+
+TOKEN_BYTES = 4
+MAX_GROWN_PAGES = 1024  # growing copies the edge's bytes: beyond this a new child is cheaper than the copy
+
+
+class OpenPage(Protocol):
+    """A live sequence as the tree sees it: the partial page behind its lease."""
+
+    def open_page(self) -> tuple[bytes, int]:
+        """(tokens that earlier steps have written, page); (b"", -1) if there is none."""
+
+
+class Node:
+    """One edge and what hangs below it. `steps[i]` is the step that writes `pages[i]`; `name` is a root's key."""
+
+    __slots__ = (
+        "children",
+        "dead",
+        "name",
+        "open",
+        "order",
+        "pages",
+        "parent",
+        "pins",
+        "steps",
+        "tokens",
+        "used",
+        "watchers",
+    )
+
+    def __init__(self, parent: Node | None, tokens: bytes, pages: list[int], steps: list[int], name: Hashable = None) -> None:
+        self.parent = parent
+        self.tokens = tokens
+        self.pages = pages
+        self.steps = steps
+        self.name = name
+        self.children: dict[bytes, Node] = {}
+        self.order: list[bytes] = []
+        self.open: dict[OpenPage, None] = {}
+        self.watchers: dict[bytes, dict[Any, None]] = {}
+        self.pins = 0
+        self.used = 0
+        self.dead = False
+
+
+@dataclass(slots=True)
+class Match:
+    """Where a walk ended: after the first `inside` pages of `node`. `pages` are those found, from the walk's start."""
+
+    node: Node
+    inside: int
+    pages: list[int]
+
+
+@dataclass(slots=True)
+class Source:
+    """The page whose first `length` tokens continue a match (R2). `node` owns it; None: it is an open page."""
+
+    page: int
+    length: int
+    node: Node | None
+
+
+def common_run(a: bytes, b: bytes) -> int:
+    """How many leading tokens two short byte strings share: the lowest set bit of their xor is the first difference."""
+    n = min(len(a), len(b))
+    x = int.from_bytes(a[:n], "little") ^ int.from_bytes(b[:n], "little")
+    return ((x & -x).bit_length() - 1) // 32 if x else n // TOKEN_BYTES
+
+
+class RadixTree:
+    """Prefixes over pages. Every method that takes tokens takes them as bytes, relative to the node it starts from."""
+
+    def __init__(self, page_size: int, pool: PagePool) -> None:
+        self.page_size = page_size
+        self.page_bytes = page_size * TOKEN_BYTES
+        self.pool = pool
+        self.roots: dict[Hashable, Node] = {}
+        self.clock = 0  # logical: it ticks when something is touched, so tests are deterministic
+        self.num_nodes = 0  # roots not counted
+        self.num_pages = 0
+        self.begun: dict[int, int] = {}  # page published by the plan being made -> tokens that earlier steps wrote to it
+        self.stale: dict[Any, None] = {}  # watchers whose match may have changed
+        self._lru: list[tuple[int, int, Node]] = []  # (used, serial, leaf), lazily deleted: O(log n) a page
+        self._serial = 0
+
+    # ------------------------------------------------------------------------------------------- reading (R3: no change)
+
+    def root(self, name: Hashable) -> Node:
+        """The root of `name`; one that is not yet part of the tree if nothing hangs below it."""
+        root = self.roots.get(name)
+        return root if root is not None else Node(None, b"", [], [], name)
+
+    def match(self, node: Node, tokens: bytes) -> Match:
+        """Whole pages of `tokens` below the end of `node`, whoever writes them: launched, or planned in this plan (R5)."""
+        size, end, done = self.page_bytes, len(tokens), 0
+        inside, pages = len(node.pages), []
+        while end - done >= size:  # never less than a page: it might spell a tail
+            child = node.children.get(tokens[done : done + size])
+            if child is None:
+                break
+            node = child
+            if not tokens.startswith(child.tokens, done):
+                inside = self._pages_in_common(child, tokens, done)
+                pages += child.pages[:inside]
+                break
+            inside = len(child.pages)
+            pages += child.pages
+            done += len(child.tokens)
+        return Match(node, inside, pages)
+
+    def _pages_in_common(self, child: Node, tokens: bytes, done: int) -> int:
+        """Pages of `child` that tokens[done:] spells; the first is known to be one. Bisection: each probe is a memcmp."""
+        size, edge = self.page_bytes, child.tokens
+        low, high = 1, min(len(child.pages), (len(tokens) - done) // size)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if edge[low * size : middle * size] == tokens[done + low * size : done + middle * size]:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def source(self, match: Match, rest: bytes, step: int) -> Source | None:
+        """The longest run of `rest`, what follows the match, to copy. Its writer must be of a step before `step` (R2)."""
+        node, rest = match.node, rest[: self.page_bytes]
+        best: Source | None = None
+        length = 0
+        if match.inside < len(node.pages):  # inside an edge there is one candidate
+            at = match.inside * self.page_bytes
+            run = common_run(node.tokens[at : at + self.page_bytes], rest)
+            run = self._written(node, match.inside, run, step)
+            return Source(node.pages[match.inside], run, node) if run else None
+        middle = bisect_left(node.order, rest)
+        for indices in (range(middle, len(node.order)), range(middle - 1, -1, -1)):
+            for i in indices:  # a neighbour is best; we go on only past pages that this very plan writes
+                run = common_run(node.order[i], rest)
+                if run <= length:
+                    break
+                child = node.children[node.order[i]]
+                run = self._written(child, 0, run, step)
+                if run > length:
+                    best, length = Source(child.pages[0], run, child), run
+        for sequence in node.open:  # at most max_running of them
+            tokens, page = sequence.open_page()
+            run = common_run(tokens, rest)
+            if run > length:
+                best, length = Source(page, run, None), run
+        return best
+
+    def _written(self, node: Node, i: int, run: int, step: int) -> int:
+        """How much of a run earlier steps wrote: copies run before the forward, so this plan's own tokens are not there."""
+        return run if node.steps[i] < step else min(run, self.begun.get(node.pages[i], 0))
+
+    # ---------------------------------------------------------------------------------------------------------- leases
+
+    def pin(self, match: Match) -> Node:
+        """Lease the path of a match: the node that now ends exactly there."""
+        node = match.node
+        if node.parent is None:
+            self.roots.setdefault(node.name, node)
+        elif match.inside < len(node.pages):
+            node = self._split(node, match.inside)
+        node.pins += 1
+        self.touch(node)
+        return node
+
+    def unpin(self, node: Node) -> None:
+        node.pins -= 1
+        assert node.pins >= 0, "a lease was given back twice"
+        self.touch(node)
+        self._offer(node)
+
+    def _split(self, node: Node, n: int) -> Node:
+        cut = n * self.page_bytes
+        parent = node.parent
+        assert parent is not None
+        upper = Node(parent, node.tokens[:cut], node.pages[:n], node.steps[:n])
+        upper.used = node.used
+        parent.children[upper.tokens[: self.page_bytes]] = upper
+        node.parent, node.tokens, node.pages, node.steps = upper, node.tokens[cut:], node.pages[n:], node.steps[n:]
+        key = node.tokens[: self.page_bytes]
+        upper.children[key] = node
+        upper.order.append(key)
+        self.num_nodes += 1
+        self._wake(node)
+        return upper
+
+    # --------------------------------------------------------------------------------------------------------- writing
+
+    def append(self, node: Node, tokens: bytes, pages: list[int], step: int, owner: OpenPage) -> Node:
+        """Hang whole pages below `node`, which `owner` leases; returns the node to which that lease has moved."""
+        first = tokens[: self.page_bytes]
+        assert first not in node.children and len(tokens) == len(pages) * self.page_bytes
+        self.num_pages += len(pages)
+        if (
+            node.pins == 1
+            and node.parent is not None
+            and not node.children
+            and len(node.open) == (owner in node.open)
+            and len(node.pages) < MAX_GROWN_PAGES
+        ):
+            node.tokens += tokens
+            node.pages += pages
+            node.steps += [step] * len(pages)
+            self._wake(node, first)
+            self.touch(node)
+            return node
+        child = Node(node, tokens, pages, [step] * len(pages))
+        self._attach(child, first)
+        self._wake(node, first)
+        child.pins = 1
+        self.touch(child)
+        self.unpin(node)
+        return child
+
+    def add_tail(self, node: Node, tokens: bytes, page: int, step: int) -> bool:
+        """Give a partial page to the tree. False: something here already starts with these tokens (R6)."""
+        at = bisect_left(node.order, tokens)
+        if at < len(node.order) and node.order[at].startswith(tokens):
+            return False
+        for cut in range(TOKEN_BYTES, len(tokens), TOKEN_BYTES):
+            shorter = node.children.get(tokens[:cut])
+            if shorter is not None and not shorter.pins:
+                self._remove(shorter)
+        tail = Node(node, tokens, [page], [step])
+        self.num_pages += 1
+        self._attach(tail, tokens)
+        self.touch(tail)
+        self._offer(tail)
+        return True
+
+    def _attach(self, child: Node, key: bytes) -> None:
+        assert child.parent is not None
+        child.parent.children[key] = child
+        insort(child.parent.order, key)
+        self.num_nodes += 1
+
+    # --------------------------------------------------------------------------------------------------- eviction (R7)
+
+    def touch(self, node: Node) -> None:
+        self.clock += 1
+        node.used = self.clock
+
+    def evict(self) -> bool:
+        """Free one page: the last one of the least recently used unpinned leaf. False: nothing can go."""
+        while self._lru:
+            used, _, node = heapq.heappop(self._lru)
+            if node.dead or node.pins or node.children or node.used != used:
+                continue
+            if len(node.pages) > 1:  # from the edge's end: a leaf of 2,000 tokens is not lost for one page
+                self._trim(node, len(node.pages) - 1)
+            else:
+                self._remove(node)
+            return True
+        return False
+
+    def _trim(self, node: Node, n: int) -> None:
+        self.pool.give(node.pages[n:])
+        self.num_pages -= len(node.pages) - n
+        del node.pages[n:], node.steps[n:]
+        node.tokens = node.tokens[: n * self.page_bytes]
+        self._wake(node)
+        self._offer(node)
+
+    def _remove(self, node: Node) -> None:
+        parent, key = node.parent, node.tokens[: self.page_bytes]
+        assert parent is not None and not node.children and not node.pins, "a lease survived into a dropped node"
+        self.pool.give(node.pages)
+        self.num_pages -= len(node.pages)
+        self.num_nodes -= 1
+        node.dead = True
+        del parent.children[key], parent.order[bisect_left(parent.order, key)]
+        self._wake(node)
+        parent.used = max(parent.used, node.used)  # so touching the deepest node is as good as touching the path
+        self._offer(parent)
+
+    def _offer(self, node: Node) -> None:
+        """`node` may have become something that eviction can take, or a root that nothing needs any more."""
+        if node.pins or node.children or node.dead:
+            return
+        if node.parent is None:
+            if not node.watchers and self.roots.get(node.name) is node:
+                del self.roots[node.name]
+            return
+        self._serial += 1
+        heapq.heappush(self._lru, (node.used, self._serial, node))
+        if len(self._lru) > 2 * self.num_nodes + 64:  # without pressure nobody pops, and the stale entries would pile up
+            live = [(n.used, i, n) for i, n in enumerate(self.nodes()) if n.parent and not n.pins and not n.children]
+            self._lru, self._serial = live, len(live) + self._serial
+            heapq.heapify(self._lru)
+
+    def drop_since(self, step: int) -> None:
+        """A forward failed: every page written by `step` or later goes, and all below it (R5). Rare: it walks the tree."""
+        for node in reversed(list(self.nodes())):  # children before parents
+            bad = next((i for i, s in enumerate(node.steps) if s >= step), None)
+            if bad is None or node.dead:
+                continue
+            for below in reversed(list(self.nodes(node))):  # what leans on a dropped page is dropped
+                if below is not node:
+                    self._remove(below)
+            if bad == 0:
+                self._remove(node)
+            else:
+                self._trim(node, bad)
+
+    def drop_root(self, name: Hashable) -> None:
+        """Forget everything below one root, at once."""
+        if name in self.roots:
+            for node in reversed(list(self.nodes(self.roots[name]))):
+                if node.parent is not None:
+                    self._remove(node)
+
+    # --------------------------------------------------------------------------------------------------------- watching
+
+    def watch(self, match: Match, following: bytes, watcher: Any) -> tuple[Node, bytes]:
+        """Put `watcher` into `stale` once its match may have changed: `following`, its next page, came, or `node` shrank.
+
+        So a queue of thousands is re-matched only where the tree has changed (S2). Returns the arguments of `unwatch`.
+        """
+        node = match.node
+        if node.parent is None:
+            self.roots.setdefault(node.name, node)
+        node.watchers.setdefault(following, {})[watcher] = None
+        return node, following
+
+    def unwatch(self, node: Node, following: bytes, watcher: Any) -> None:
+        self.stale.pop(watcher, None)
+        same = node.watchers.get(following)
+        if same is not None:
+            same.pop(watcher, None)
+            if not same:
+                del node.watchers[following]
+                if node.parent is None:
+                    self._offer(node)
+
+    def _wake(self, node: Node, following: bytes | None = None) -> None:
+        if node.watchers:
+            if following is None:
+                for same in node.watchers.values():
+                    self.stale.update(same)
+                node.watchers = {}
+            else:
+                self.stale.update(node.watchers.pop(following, {}))
+
+    # --------------------------------------------------------------------------------------------------------- walking
+
+    def nodes(self, start: Node | None = None) -> Iterator[Node]:
+        """Every node, roots too, parents before children; or those of one subtree."""
+        stack = [start] if start is not None else list(self.roots.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack += node.children.values()
+
+    @staticmethod
+    def path(node: Node) -> list[Node]:
+        """From below the root down to `node`."""
+        path = []
+        while node.parent is not None:
+            path.append(node)
+            node = node.parent
+        return path[::-1]

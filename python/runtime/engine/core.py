@@ -1,0 +1,466 @@
+"""EngineCore: requests in, output deltas out, one step at a time. Sans-IO: no sockets, threads or asyncio; time is an argument.
+
+    plan n  ->  launch n  ->  commit n-1  ->  mask and draw n            (architecture.md §4; overlap off: then commit n)
+
+    add --> door --> Sequence --> Scheduler.plan --StepPlan--> Executor
+                                     ^                             |
+    deltas <-- touched, ended <-- commit <-------StepResult--------'
+
+A request that cannot be served is answered by an Output with an error: `add` never raises for the caller's input, and each
+request ends in exactly one final delta (S6). A failed forward voids its steps, which are planned again (R5).
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from phloem.runtime.cache.prefix import Explanation, PrefixCache
+from phloem.runtime.engine.door import check_request, pages_needed
+from phloem.runtime.engine.stats import EngineStats, collect_stats
+from phloem.runtime.errors import EngineBusyError, EngineClosedError, EngineDeadError, GrammarError, InvalidRequestError
+from phloem.runtime.executor.base import Executor, Ticket
+from phloem.runtime.request import OutputDelta, Request, Usage
+from phloem.runtime.scheduler import audit
+from phloem.runtime.scheduler.flight import Flight, wire_error
+from phloem.runtime.scheduler.scheduler import Scheduler
+from phloem.runtime.scheduler.sequence import Cursor, Sequence
+from phloem.runtime.step import StepResult
+
+__all__ = ["CoreSettings", "EngineCore", "EngineStats", "Explanation", "GrammarService", "PendingCursor"]
+
+MAX_SAME_FAILURES = 3  # a forward that fails so often in a row with the same error will not get better
+
+
+class PendingCursor(Protocol):
+    """A grammar that compiles off the loop."""
+
+    def ready(self) -> bool: ...
+    def cursor(self) -> Cursor:
+        """Once ready. Raises a PhloemError if the grammar is of no use."""
+
+    def cancel(self) -> None: ...
+
+
+class GrammarService(Protocol):
+    """What turns a request's GrammarSpec into a cursor. eos_id: the tokenizer's own end token (J8)."""
+
+    @property
+    def eos_id(self) -> int | None: ...
+    def begin(self, request: Request) -> PendingCursor:
+        """Start compiling. Raises a PhloemError at once for what is refused at the door."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoreSettings:
+    """page_size, num_pages: the executor's.   max_context: prompt + output.   vocab_size: ids below it are tokens; width: of a
+    logits row.   eos_ids: the model's own end tokens.   seed: of the seeds drawn for requests without one.
+    hold_ttl: seconds a hold lives unless told otherwise; hold_share: of the pool, at most so much may be held (R7).
+    """
+
+    page_size: int
+    num_pages: int
+    max_context: int
+    vocab_size: int
+    width: int
+    max_running: int = 64
+    max_step_tokens: int = 256
+    policy: Literal["prefix", "fcfs", "priority"] = "prefix"
+    max_wait: int = 16_384
+    overlap: bool = False
+    cache_enabled: bool = True
+    eos_ids: frozenset[int] = frozenset()
+    seed: int | None = None
+    hold_ttl: float = 600.0
+    hold_share: float = 0.5
+
+
+@dataclass(slots=True)
+class _Ends:
+    ids: frozenset[int]
+    grammar_eos: int | None
+
+
+@dataclass(slots=True)
+class _Launched:
+    flight: Flight
+    ticket: Ticket | None
+    error: Exception | None = None  # launching or drawing raised: the step is void
+
+
+class EngineCore:
+    """See the module's drawing. Not thread-safe: one thread calls it."""
+
+    def __init__(self, settings: CoreSettings, executor: Executor, *, grammar: GrammarService | None = None) -> None:
+        self.settings = settings
+        self.executor = executor
+        self.grammar = grammar
+        s = settings
+        cache = PrefixCache(s.page_size, s.num_pages, enabled=s.cache_enabled, max_held_pages=int(s.num_pages * s.hold_share))
+        self.scheduler = Scheduler(
+            cache,
+            max_running=s.max_running,
+            max_step_tokens=s.max_step_tokens,
+            policy=s.policy,
+            max_wait=s.max_wait,
+            vocab_size=s.vocab_size,
+            width=s.width,
+        )
+        self.closed = False
+        self._ends = _Ends(s.eos_ids, grammar.eos_id if grammar is not None else None)
+        self._live: dict[str, Sequence] = {}
+        self._compiling: dict[Sequence, PendingCursor] = {}
+        self._deltas: list[OutputDelta] = []
+        self._flying: list[_Launched] = []  # launched and not committed: at most two
+        self._seeds = random.Random(s.seed)
+        self._group_seeds: dict[str, tuple[int, set[Sequence]]] = {}
+        self._now = 0.0
+        self._steps = self._requests = self._refused = self._forced = self._dropped = self._violations = 0
+        self._last_failure, self._same_failures = "", 0
+        self.last_violation: AssertionError | None = None
+
+    # ------------------------------------------------------------------------------------------------------ requests in
+
+    def add(self, request: Request) -> None:
+        """Queue a request. One that is refused gets its final delta from the next `step` or `drain`."""
+        self._requests += 1
+        try:
+            if self.closed:
+                raise EngineClosedError("this engine was closed; make a new one.")
+            if request.id in self._live:
+                raise InvalidRequestError(
+                    f"a request with the id {request.id!r} is still running; ids must be unique among live requests.",
+                    param="id",
+                    code="duplicate_request_id",
+                )
+            tokens, max_tokens = check_request(request, self.settings)
+            pending = self._begin_grammar(request)
+        except Exception as error:  # whatever an odd request makes our checks raise is that request's own
+            self._refuse(request, error)
+            return
+        q = Sequence(request, tokens, max_tokens, 0, self._ends)
+        q.seed = self._seed(q)
+        q.need_pages = pages_needed(q.num_prompt, max_tokens, self.settings.page_size)
+        q.arrived_at = self._now
+        self._live[request.id] = q
+        if pending is not None:
+            q.compiling = True
+            self._compiling[q] = pending
+        self.scheduler.add(q)
+        self._poll_grammars()
+
+    def _refuse(self, request: Request, error: Exception) -> None:
+        self._refused += 1
+        usage = Usage(prompt_tokens=len(request.token_ids) if isinstance(request.token_ids, (tuple, list)) else 0)
+        delta = OutputDelta(str(request.id), finish_reason="error", usage=usage, error=wire_error(error))
+        delta.weights_version = self.scheduler.version
+        self._deltas.append(delta)
+
+    def _begin_grammar(self, request: Request) -> PendingCursor | None:
+        if request.grammar is None:
+            return None
+        if self.grammar is None:
+            raise GrammarError("this engine was built without grammars; leave the constraint out.", param="grammar")
+        return self.grammar.begin(request)
+
+    def _poll_grammars(self) -> None:
+        for q, pending in list(self._compiling.items()):
+            if not pending.ready():
+                continue
+            del self._compiling[q]
+            q.compiling = False
+            try:
+                q.cursor = pending.cursor()
+            except Exception as error:  # never seen by the loop: the request gets its Output (C6)
+                self.scheduler.fail(q, error)
+            else:
+                self.scheduler.start(q)
+
+    def _seed(self, q: Sequence) -> int:
+        """The request's own, or one drawn; samples of a group without one share what was drawn for the first."""
+        own, group = q.request.sampling.seed, q.request.group
+        if own is not None:
+            return own
+        if group is None or group not in self._group_seeds:
+            drawn = self._seeds.getrandbits(63)
+            if group is None:
+                return drawn
+            self._group_seeds[group] = (drawn, set())
+        seed, members = self._group_seeds[group]
+        members.add(q)
+        return seed
+
+    def abort(self, request_id: str) -> None:
+        """End it now, in any state (S5). An id that is not live is ignored."""
+        q = self._live.get(request_id)
+        if q is not None and q.state != "done":
+            self.scheduler.finish(q, "abort")
+
+    def stop(self, request_id: str, num_tokens: int) -> None:
+        """The Collector found a stop string, complete with output token `num_tokens`: what was drawn beyond is dropped."""
+        q = self._live.get(request_id)
+        if q is not None and q.state != "done":
+            keep = min(num_tokens, q.num_new)
+            self._dropped += q.num_new - keep
+            q.emitted = keep
+            self.scheduler.finish(q, "stop_string")
+
+    # --------------------------------------------------------------------------------------------------------- the loop
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._live or self._flying or self._deltas)
+
+    @property
+    def is_blocked(self) -> bool:
+        """All there is to do is to wait for grammars that compile elsewhere: the caller may sleep a little."""
+        return bool(self._compiling) and len(self._compiling) == len(self._live) and not self._flying and not self._deltas
+
+    def step(self, now: float = 0.0) -> list[OutputDelta]:
+        """One step of the loop; what there is to say after it. `now`: seconds of any clock that never goes back."""
+        if self.closed:
+            raise EngineClosedError("this engine was closed; make a new one.")
+        try:
+            self._begin(now)
+            self._step()
+            assert audit.balanced(self.scheduler), "P2: pages were lost or are owned twice"
+        except AssertionError as error:  # an invariant of ours is broken: isolate, rebuild, count, live on (P2)
+            self._recover(error)
+        return self.drain()
+
+    def _step(self) -> None:
+        flight = self.scheduler.plan()
+        planned = bool(flight.plan.rows)
+        if not planned and not self._flying:
+            assert self.scheduler.is_idle(), "nothing is planned or in flight, and somebody is ready"
+        if planned:
+            self._flying.append(self._launch(flight))
+        self.scheduler.cache.launched()
+        if self._commit(keep=int(planned)) and planned:
+            self._draw(self._flying[-1])
+            if not self.settings.overlap:
+                self._commit(keep=0)
+
+    def drain(self) -> list[OutputDelta]:
+        """What there is to say now, without a step."""
+        for q in self.scheduler.touched:
+            if q.state != "done":
+                self._emit(q)
+        self.scheduler.touched.clear()
+        for q in self.scheduler.ended:
+            self._emit_final(q)
+        self.scheduler.ended.clear()
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    def _begin(self, now: float) -> None:
+        self._now = now
+        self._steps += 1
+        holds = self.scheduler.cache.holds
+        self.scheduler.hold_until = now + self.settings.hold_ttl
+        if len(holds):
+            holds.drop(lambda hold: hold.until <= now)
+        if self._compiling:
+            self._poll_grammars()
+        if self.scheduler.gate and not self.scheduler.any_started():
+            self._commit(keep=0)
+            self.scheduler.change_weights()
+
+    def _launch(self, flight: Flight) -> _Launched:
+        try:
+            return _Launched(flight, self.executor.launch(flight.plan))
+        except Exception as error:
+            return _Launched(flight, None, error)
+
+    def _draw(self, launched: _Launched) -> None:
+        if launched.ticket is None:
+            return
+        spec = self.scheduler.sample_spec(launched.flight)
+        if spec.rows:
+            try:
+                self.executor.sample(launched.ticket, spec)
+            except Exception as error:
+                launched.error = error
+
+    def _collect(self, launched: _Launched) -> StepResult:
+        step = launched.flight.plan.step
+        if launched.ticket is None:
+            return StepResult(step, failed=launched.error)
+        try:
+            result = self.executor.collect(launched.ticket)
+        except Exception as error:
+            return StepResult(step, failed=error)
+        return StepResult(step, failed=launched.error) if launched.error is not None else result
+
+    def _commit(self, keep: int) -> bool:
+        """Apply what the device did, but for the last `keep` steps. False: a forward failed, and all launched since is void."""
+        while len(self._flying) > keep:
+            launched = self._flying.pop(0)
+            result = self._collect(launched)
+            if result.failed is not None:
+                self._void(launched, result.failed)
+                return False
+            self._same_failures = 0
+            self.scheduler.commit(launched.flight, result)
+        return True
+
+    def _void(self, first: _Launched, error: Exception) -> None:
+        flights = [first.flight, *self._land()]
+        self.scheduler.forward_failed(flights)
+        failure = f"{type(error).__name__}: {error}"
+        self._same_failures = self._same_failures + 1 if failure == self._last_failure else 1
+        self._last_failure = failure
+        try:
+            self.executor.reset()
+        except Exception as fatal:
+            self.closed = True
+            for q in list(self._live.values()):
+                self.scheduler.fail(q, EngineDeadError(f"the device failed ({failure}) and could not be reset ({fatal})."))
+            return
+        if self._same_failures >= MAX_SAME_FAILURES:
+            self._same_failures = 0
+            for q in first.flight.sequences:
+                self.scheduler.fail(q, error)
+
+    def _land(self) -> list[Flight]:
+        """Wait for everything in flight, and forget what it did."""
+        flights = [launched.flight for launched in self._flying]
+        for launched in self._flying:
+            self._collect(launched)
+        self._flying.clear()
+        return flights
+
+    def _recover(self, error: AssertionError) -> None:
+        self._violations += 1
+        self.last_violation = error
+        self.scheduler.void(self._land())
+        for q in self._live.values():  # rows of a plan that was never launched, too
+            q.in_flight, q.drawing = 0, False
+        audit.rebuild(self.scheduler)
+
+    # ------------------------------------------------------------------------------------------------------ outputs out
+
+    def _emit(self, q: Sequence, finish: bool = False) -> None:
+        ready = q.num_ready()
+        if ready == q.emitted and not q.prompt_logprobs and not finish:
+            return
+        first, q.emitted = q.emitted, max(ready, q.emitted)
+        versions = q.versions[first : q.emitted]
+        if versions and versions[0] != versions[-1]:  # a delta is of one version of the weights
+            q.emitted = first + versions.count(versions[0])
+        delta = OutputDelta(q.request.id, q.tokens[q.num_prompt + first : q.num_prompt + q.emitted])
+        delta.seed, delta.weights_version = q.seed, versions[0] if versions else self.scheduler.version
+        if q.keeps_logprobs:
+            delta.logprobs = [logprob for logprob in q.logprobs[first : q.emitted] if logprob is not None]
+        if q.prompt_logprobs:
+            delta.prompt_logprobs, q.prompt_logprobs = q.prompt_logprobs, []
+        self._deltas.append(delta)
+        if q.emitted < ready:
+            self._emit(q, finish)
+
+    def _emit_final(self, q: Sequence) -> None:
+        """Tokens come with it only if the request ended by itself: none is emitted after an abort, a stop or an error."""
+        if q.finish in ("abort", "error", "stop_string"):
+            self._deltas.append(OutputDelta(q.request.id, seed=q.seed, weights_version=self.scheduler.version))
+        else:
+            self._emit(q, finish=True)
+        self._dropped += q.num_new - q.emitted if q.finish != "stop_string" else 0
+        self._forced += q.num_forced()
+        delta = self._deltas[-1]
+        delta.finish_reason, delta.error = q.finish, q.error
+        delta.usage = Usage(q.num_prompt, q.cached_tokens or 0, q.emitted, q.num_forced())
+        del self._live[q.request.id]
+        pending = self._compiling.pop(q, None)
+        if pending is not None:
+            pending.cancel()
+        group = self._group_seeds.get(q.request.group or "")
+        if group is not None:
+            group[1].discard(q)
+            if not group[1]:
+                del self._group_seeds[q.request.group or ""]
+
+    # ---------------------------------------------------------------------------------------------------------- control
+
+    @property
+    def weights_version(self) -> int:
+        return self.scheduler.version
+
+    def commit_weights(self, policy: Literal["finish", "abort", "recompute"] | None = None) -> None:
+        """The weights have changed, or will have once the requests under way have ended (rl W6, R8).
+
+        finish: started requests end under the old version, new ones wait; the version moves in the `step` that finds none left.
+        abort: all end now.   recompute: tokens are kept, their keys and values computed anew.   None: EngineBusyError if any lives.
+        """
+        if policy not in (None, "finish", "abort", "recompute"):
+            raise InvalidRequestError(f"policy is {policy!r}; expected 'finish', 'abort' or 'recompute'.", param="policy")
+        if policy is None and self._live:
+            names = ", ".join(list(self._live)[:8])
+            raise EngineBusyError(f"{len(self._live)} requests are under way ({names}); say what is to become of them.")
+        self._commit(keep=0)  # may find a failed forward; its sequences are waiting then, and follow
+        if policy == "finish" and self.scheduler.any_started():
+            self.scheduler.gate = True
+            return
+        for q in sorted([*self.scheduler.running, *self.scheduler.waiting], key=lambda q: q.rank):
+            if policy == "abort":
+                self.scheduler.finish(q, "abort")
+            elif policy == "recompute" and q.state == "running":
+                self.scheduler.preempt(q)
+        self.scheduler.change_weights()
+
+    def hold(self, name: str, token_ids: list[int], namespace: str = "", ttl: float | None = None) -> int:
+        """Pin what is cached of these tokens (R7); how many that is. Ends by `release`, after `ttl` seconds, or under want."""
+        if not self.settings.cache_enabled:
+            return 0
+        until = self._now + (self.settings.hold_ttl if ttl is None else ttl)
+        return self.scheduler.cache.hold(name, (namespace, self.scheduler.version), _key(token_ids), until)
+
+    def release(self, name: str) -> bool:
+        """End a hold, by its name or by the id of the request that asked for it. False: there is none, or no more."""
+        return self.scheduler.cache.holds.release(name)
+
+    def explain(self, token_ids: list[int], namespace: str = "") -> Explanation:
+        """What the cache would give this prompt now (R9). Changes nothing."""
+        root = (namespace, self.scheduler.version)
+        return self.scheduler.cache.explain(root, _key(token_ids), self.scheduler.step + 1)
+
+    def flush(self) -> int:
+        """Forget everything that nobody holds; how many pages that freed. Raises EngineBusyError while requests live."""
+        if self._live:
+            raise EngineBusyError(f"{len(self._live)} requests are under way; flush needs an idle engine.")
+        self._commit(keep=0)
+        return self.scheduler.cache.flush()
+
+    def stats(self) -> EngineStats:
+        return collect_stats(
+            self.scheduler,
+            self._now,
+            steps=self._steps,
+            requests=self._requests,
+            refused=self._refused,
+            forced=self._forced,
+            dropped=self._dropped,
+            violations=self._violations,
+        )
+
+    def check(self) -> None:
+        """Every invariant, in full. Raises AssertionError that says which does not hold. For tests: it walks the whole tree."""
+        audit.check(self.scheduler)
+
+    def close(self) -> None:
+        """Abort what lives, wait for the device, let go of it. The last deltas come from `drain`. Idempotent."""
+        if not self.closed:
+            for q in list(self._live.values()):
+                if q.state != "done":
+                    self.scheduler.finish(q, "abort")
+            self._land()
+            self.closed = True
+            self.executor.close()
+
+
+def _key(token_ids: list[int]) -> bytes:
+    try:
+        return array("i", token_ids).tobytes()
+    except (TypeError, ValueError, OverflowError):
+        raise InvalidRequestError("expected a list of token ids.", param="token_ids") from None

@@ -1,0 +1,128 @@
+"""The door: everything a request says that could index, allocate or wait for ever is checked here, once, before it has a Sequence.
+
+    prompt + max_tokens <= context                       ContextLengthError
+    ceil((prompt + max(max_tokens, 1) - 1) / page_size)  pages <= pool: the last token drawn needs no slot (P3)    CapacityError
+
+Pure functions. Whatever they raise becomes the request's Output (S6).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from typing import Protocol
+
+from phloem.runtime.errors import CapacityError, ContextLengthError, InvalidRequestError
+from phloem.runtime.request import Request
+
+__all__ = ["DEFAULT_MAX_TOKENS", "Limits", "check_request", "pages_needed"]
+
+DEFAULT_MAX_TOKENS = 128
+
+
+class Limits(Protocol):
+    """What the engine was built with. vocab_size: ids below it are tokens."""
+
+    @property
+    def page_size(self) -> int: ...
+    @property
+    def num_pages(self) -> int: ...
+    @property
+    def max_context(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+
+
+def pages_needed(num_prompt: int, max_tokens: int, page_size: int) -> int:
+    return -(-(num_prompt + max(max_tokens, 1) - 1) // page_size)
+
+
+def check_request(request: Request, limits: Limits) -> tuple[list[int], int]:
+    """The prompt as plain ints, and max_tokens with its default filled in. Raises a RequestError."""
+    if not isinstance(request.id, str):
+        raise InvalidRequestError(f"the request's id is {request.id!r}; expected a string.", param="id")
+    if not isinstance(request.namespace, str):
+        raise InvalidRequestError(f"namespace is {request.namespace!r}; expected a string.", param="namespace")
+    if request.group is not None and not isinstance(request.group, str):
+        raise InvalidRequestError(f"group is {request.group!r}; expected a string or None.", param="group")
+    for name in ("sample", "priority"):
+        value = getattr(request, name)
+        low = 0 if name == "sample" else -(2**31)
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**31:
+            raise InvalidRequestError(f"{name} is {value!r}; expected an integer from {low} to {2**31 - 1}.", param=name)
+    tokens = _check_prompt(request, limits)
+    max_tokens = _check_room(len(tokens), request, limits)
+    s = request.sampling
+    _check_ids("stop_token_ids", s.stop_token_ids, limits)
+    _check_ids("allowed_token_ids", s.allowed_token_ids or (), limits)
+    _check_ids("logit_bias", s.logit_bias, limits)
+    if s.min_tokens > max_tokens:
+        raise InvalidRequestError(
+            f"min_tokens is {s.min_tokens}, but at most {max_tokens} tokens will be drawn. Lower it or raise max_tokens.",
+            param="min_tokens",
+        )
+    if s.prompt_logprobs is not None and s.prompt_logprobs >= max(len(tokens), 1):
+        raise InvalidRequestError(
+            f"prompt_logprobs starts at position {s.prompt_logprobs}; the prompt's last position is {len(tokens) - 1}.",
+            param="prompt_logprobs",
+        )
+    return tokens, max_tokens
+
+
+def _check_prompt(request: Request, limits: Limits) -> list[int]:
+    try:
+        tokens = array("i", request.token_ids).tolist()
+    except (TypeError, ValueError, OverflowError):
+        raise InvalidRequestError(
+            f"the prompt must be token ids from 0 to {limits.vocab_size - 1}; it holds something else.", param="token_ids"
+        ) from None
+    if not tokens:
+        raise InvalidRequestError("the prompt is empty; give at least one token (the model's BOS, say).", param="token_ids")
+    if min(tokens) < 0 or max(tokens) >= limits.vocab_size:
+        at, bad = next((i, t) for i, t in enumerate(tokens) if not 0 <= t < limits.vocab_size)
+        raise InvalidRequestError(
+            f"the prompt holds id {bad} at position {at}; the vocabulary has ids 0 to {limits.vocab_size - 1}.",
+            param="token_ids",
+        )
+    return tokens
+
+
+def _check_ids(name: str, ids: Iterable[int], limits: Limits) -> None:
+    for token in ids:
+        if not 0 <= token < limits.vocab_size:
+            raise InvalidRequestError(
+                f"{name} names id {token}; the vocabulary has ids 0 to {limits.vocab_size - 1}.", param=name
+            )
+
+
+def _check_room(num_prompt: int, request: Request, limits: Limits) -> int:
+    wanted, context, pool = request.sampling.max_tokens, limits.max_context, limits.num_pages * limits.page_size
+    if num_prompt > context or (num_prompt == context and wanted != 0):
+        what = "leaves no room for a token" if num_prompt == context else f"is {num_prompt - context} too many"
+        raise ContextLengthError(
+            f"the prompt is {num_prompt} tokens, which {what}: this engine's context is {context}. "
+            "Shorten the prompt or raise max_context.",
+            param="token_ids",
+        )
+    if num_prompt > pool:
+        raise CapacityError(
+            f"the prompt is {num_prompt} tokens; this engine's KV pool holds {pool}. Shorten the prompt or raise kv_memory.",
+            param="token_ids",
+        )
+    room = min(context - num_prompt, pool - num_prompt + 1)
+    if wanted is None:
+        return min(DEFAULT_MAX_TOKENS, room)
+    if num_prompt + wanted > context:
+        raise ContextLengthError(
+            f"the prompt is {num_prompt} tokens and max_tokens is {wanted}: {num_prompt + wanted} in all, and this engine's "
+            f"context is {context}. Ask for at most {context - num_prompt}, or shorten the prompt.",
+            param="max_tokens",
+        )
+    need = pages_needed(num_prompt, wanted, limits.page_size)
+    if need > limits.num_pages:
+        raise CapacityError(
+            f"the prompt is {num_prompt} tokens and max_tokens is {wanted}: {need} pages of {limits.page_size} tokens, and this "
+            f"engine's KV pool has {limits.num_pages}. Ask for at most {room}, or raise kv_memory.",
+            param="max_tokens",
+        )
+    return wanted
