@@ -22,10 +22,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phloem.runtime.errors import GrammarDeadEnd
-from phloem.runtime.request import GrammarSpec, Request, TokenLogprob
+from phloem.runtime.request import GrammarSpec, Request, SamplingParams, TokenLogprob
 from phloem.runtime.step import FUTURE, NO_SLOT, Row, RowFailure, Sampled, SampleRow, SampleSpec, StepPlan, StepResult
 
-__all__ = ["CheckFailed", "History", "PatternCursor", "PatternGrammars", "ScriptedExecutor", "ScriptedTicket", "draw_token"]
+__all__ = [
+    "CheckFailed",
+    "History",
+    "PatternCursor",
+    "PatternGrammars",
+    "ScriptedExecutor",
+    "ScriptedTicket",
+    "draw_token",
+    "hashed_logits",
+    "model_logprob",
+    "random_pattern",
+    "token_logprob",
+]
 
 MASK32 = 0xFFFFFFFF
 
@@ -85,6 +97,35 @@ def draw_token(logits: Sequence[float], row: SampleRow, allowed: Callable[[int],
         if score > best_score:
             best, best_score = token, score
     return best
+
+
+def model_logprob(logits: Sequence[float], token: int, num_top: int) -> TokenLogprob:
+    """Log-softmax of the raw logits (M4)."""
+    return _logprob(dict(enumerate(logits)), token, num_top)
+
+
+def _logprob(logits: dict[int, float], token: int, num_top: int) -> TokenLogprob:
+    high = max(logits.values())
+    z = high + math.log(sum(math.exp(x - high) for x in logits.values()))
+    best = sorted(logits, key=lambda t: (-logits[t], t))[:num_top]
+    return TokenLogprob(token, logits[token] - z, tuple((t, logits[t] - z) for t in best))
+
+
+def token_logprob(
+    logits: Sequence[float], token: int, sampling: SamplingParams, allowed: Callable[[int], bool]
+) -> TokenLogprob | None:
+    """Of the kind asked for: "sampled" is of the distribution really drawn from, 0.0 if one token is legal."""
+    kind, num_top = sampling.logprobs, sampling.top_logprobs
+    if kind is None:
+        return None
+    model = model_logprob(logits, token, num_top)
+    if kind == "model":
+        return model
+    if sampling.temperature:
+        sampled = _logprob({t: x / sampling.temperature for t, x in enumerate(logits) if allowed(t)}, token, num_top)
+    else:
+        sampled = TokenLogprob(token, 0.0, ((token, 0.0),) if num_top else ())
+    return sampled if kind == "sampled" else TokenLogprob(token, model.logprob, model.top, sampled.logprob)
 
 
 @dataclass(eq=False)
@@ -222,7 +263,7 @@ class ScriptedExecutor:
             if row.targets:
                 scored = []
                 for target, at in zip(row.targets, written[row.logits_from - row.start :]):
-                    scored.append(self.logprob(self.f(at, self.width), target, row.top_logprobs))
+                    scored.append(model_logprob(self.f(at, self.width), target, row.top_logprobs))
                 ticket.result.scored[row.request_id] = scored
         for i, row in enumerate(plan.rows):  # all have written: now every row reads all that it attends to, scratch or not
             history = self.root(self.salt(row.request_id))
@@ -274,16 +315,7 @@ class ScriptedExecutor:
         self.drawn += 1
         if row.slot != NO_SLOT:
             self.last[row.slot] = token
-        logprob = None
-        if row.sampling.logprobs is not None:
-            logprob = self.logprob(logits, token, row.sampling.top_logprobs)
-        ticket.result.sampled.append(Sampled(row.request_id, token, logprob))
-
-    def logprob(self, logits: Sequence[float], token: int, num_top: int) -> TokenLogprob:
-        top = max(logits)
-        z = top + math.log(sum(math.exp(x - top) for x in logits))
-        best = sorted(range(len(logits)), key=lambda t: (-logits[t], t))[:num_top]
-        return TokenLogprob(token, logits[token] - z, tuple((t, logits[t] - z) for t in best))
+        ticket.result.sampled.append(Sampled(row.request_id, token, token_logprob(logits, token, row.sampling, allowed)))
 
 
 # ------------------------------------------------------------------------------------------------------------- toy grammar

@@ -11,7 +11,7 @@ import pytest
 
 from tests.contracts.workloads import Workload
 
-FAST, SLOW = 300, 6000
+FAST, SLOW = 800, 8000
 
 
 def run(seeds: range) -> Counter[str]:

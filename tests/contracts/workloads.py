@@ -11,11 +11,20 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from phloem.runtime.engine.core import CoreSettings, EngineCore
-from phloem.runtime.request import GrammarSpec, OutputDelta, Request, SamplingParams
+from phloem.runtime.request import GrammarSpec, OutputDelta, Request, SamplingParams, TokenLogprob
 from phloem.runtime.scheduler.sequence import Sequence
 from phloem.runtime.step import Row, SampleRow
-
-from tests.fakes import History, PatternCursor, PatternGrammars, ScriptedExecutor, draw_token, hashed_logits, random_pattern
+from tests.fakes import (
+    History,
+    PatternCursor,
+    PatternGrammars,
+    ScriptedExecutor,
+    draw_token,
+    hashed_logits,
+    model_logprob,
+    random_pattern,
+    token_logprob,
+)
 
 EOS, VOCAB = 0, 7  # a tiny vocabulary makes prefixes collide in the middle of pages
 
@@ -25,48 +34,58 @@ class Alone:
     """What a request gives without an engine. forced: how many of the tokens were forced."""
 
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: str = ""
     forced: int = 0
 
 
-def alone(request: Request, seed: int, versions: list[int], patterns: dict[str, list[int | frozenset[int]]], max_tokens: int) -> Alone:
+def alone(
+    request: Request, seed: int, versions: list[int], patterns: dict[str, list[int | frozenset[int]]], max_tokens: int
+) -> Alone:
     """The request by itself. Token i is drawn under versions[i], the spans that the engine reported."""
     device, out, s = ScriptedExecutor(1, 1, VOCAB), Alone(), request.sampling
     cursor = PatternCursor(patterns[request.grammar.source]) if request.grammar else None
-    if max_tokens == 0:
-        return Alone(finish="length")
-    while True:
-        i = len(out.tokens)
-        version = versions[min(i, len(versions) - 1)] if versions else 0
-        history: History = device.root((request.namespace, version))
-        for t in [*request.token_ids, *out.tokens]:
+    if s.prompt_logprobs is not None:
+        history = device.root((request.namespace, versions[0] if versions else 0))
+        for p, t in enumerate(request.token_ids):
+            if p >= max(1, s.prompt_logprobs):
+                out.prompt_logprobs.append(model_logprob(hashed_logits(history, VOCAB), t, s.top_logprobs))
             history = history.then(t)
-        block = [*([] if s.ignore_eos else [EOS]), *s.stop_token_ids] if i < s.min_tokens and cursor is None else []
-        legal = set(range(VOCAB)) - set(block)
-        if cursor is not None:
-            out.forced += bool(cursor.forced())
-            legal = {t for t in range(VOCAB) if t in cursor._legal()}
-        row = SampleRow(0, "", 0, i, seed, request.sample, s, (), 0)
-        token = draw_token(hashed_logits(history, VOCAB), row, legal.__contains__)
-        assert token is not None
-        out.tokens.append(token)
-        if cursor is not None:
-            assert cursor.accept(token)
-            if cursor.done:
-                if len(out.tokens) < max_tokens and token != EOS:
-                    out.tokens.append(EOS)
-                    out.forced += 1
-                out.finish = "grammar"
-                return out
-        elif token == EOS and not s.ignore_eos:
-            out.finish = "eos"
-            return out
-        elif token in s.stop_token_ids:
-            out.finish = "stop_token"
-            return out
-        if len(out.tokens) == max_tokens:
+    while not out.finish:
+        i = len(out.tokens)
+        if i == max_tokens:
             out.finish = "length"
             return out
+        history = device.root((request.namespace, versions[min(i, len(versions) - 1)] if versions else 0))
+        for t in [*request.token_ids, *out.tokens]:
+            history = history.then(t)
+        logits = hashed_logits(history, VOCAB)
+        block = [*([] if s.ignore_eos else [EOS]), *s.stop_token_ids] if i < s.min_tokens and cursor is None else []
+        legal = set(range(VOCAB)) - set(block)
+        if cursor is not None and cursor.done:  # J8
+            legal = {EOS}
+            out.forced += 1
+        elif cursor is not None:
+            out.forced += bool(cursor.forced())
+            legal = {t for t in range(VOCAB) if t in cursor._legal()}
+        token = draw_token(logits, SampleRow(0, "", 0, i, seed, request.sample, s, (), 0), legal.__contains__)
+        assert token is not None
+        out.tokens.append(token)
+        logprob = token_logprob(logits, token, s, legal.__contains__)
+        out.logprobs += [logprob] if logprob is not None else []
+        if cursor is not None:
+            if cursor.done:
+                out.finish = "grammar"
+            else:
+                assert cursor.accept(token)
+                if cursor.done and (len(out.tokens) == max_tokens or token == EOS):
+                    out.finish = "grammar"
+        elif token == EOS and not s.ignore_eos:
+            out.finish = "eos"
+        elif token in s.stop_token_ids:
+            out.finish = "stop_token"
+    return out
 
 
 @dataclass
@@ -74,6 +93,8 @@ class Result:
     """What the deltas said of one request."""
 
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     last: OutputDelta | None = None
 
@@ -90,7 +111,9 @@ class Shape:
     size: str
 
 
-def random_requests(rng: random.Random, count: int, patterns: dict[str, list[int | frozenset[int]]], jump: bool) -> list[Request]:
+def random_requests(
+    rng: random.Random, count: int, patterns: dict[str, list[int | frozenset[int]]], jump: bool
+) -> list[Request]:
     """Bursts over a few shared stems, cut anywhere: hits end in the middle of pages, on boundaries, and at whole prompts."""
     stems = [tuple(rng.randrange(1, VOCAB) for _ in range(rng.choice((8, 16, 33)))) for _ in range(rng.randrange(1, 4))]
     requests = list[Request]()
@@ -104,7 +127,8 @@ def random_requests(rng: random.Random, count: int, patterns: dict[str, list[int
             patterns[name] = random_pattern(rng, VOCAB)
             grammar = GrammarSpec(kind="regex", source=name, jump_forward="canonical" if jump else "off")
         n = rng.choice((1, 1, 1, 2, 4))
-        max_tokens = rng.randrange(1, 24)
+        max_tokens = rng.randrange(1, 24) if rng.random() < 0.95 else 0
+        logprobs = rng.choice(("model", "sampled", "both")) if rng.random() < 0.25 else None
         sampling = SamplingParams(
             max_tokens=max_tokens,
             temperature=rng.choice((0.0, 1.0, 1.0)),
@@ -112,6 +136,9 @@ def random_requests(rng: random.Random, count: int, patterns: dict[str, list[int
             min_tokens=rng.choice((0, 0, 0, min(3, max_tokens))),
             ignore_eos=rng.random() < 0.1,
             stop_token_ids=(rng.randrange(1, VOCAB),) if rng.random() < 0.1 and grammar is None else (),
+            logprobs=logprobs,
+            top_logprobs=rng.choice((0, 2)) if logprobs else 0,
+            prompt_logprobs=rng.choice((0, rng.randrange(len(prompt)))) if rng.random() < 0.15 else None,
         )
         namespace, group = ("other" if rng.random() < 0.1 else ""), (f"g{len(requests)}" if n > 1 else None)
         for sample in range(n):
@@ -172,7 +199,11 @@ class Workload:
         self.by_id = {r.id: r for r in self.requests}
         self.executor = ScriptedExecutor(s.page_size, s.num_pages, VOCAB, salt=self._salt, on_write=self._wrote)
         self.writes: Counter[History] = Counter()  # full pages of prompts
-        self.core = EngineCore(s, self.executor, grammar=PatternGrammars(self.patterns, EOS, delay=rng.choice((0, 0, 2))))
+        self.core = EngineCore(
+            s,
+            self.executor,
+            grammar=PatternGrammars(self.patterns, EOS, delay=0 if self.shape.sequential else rng.choice((0, 0, 2))),
+        )
         self.results: dict[str, Result] = {}
         self.refused: set[str] = set()
         self.sequences: dict[str, Sequence] = {}
@@ -214,7 +245,8 @@ class Workload:
         self.sequences[r.id] = q
         if self.shape.sequential and q.state != "done":
             known = [common(r.token_ids, tokens) for namespace, tokens in self.seen if namespace == r.namespace]
-            self.expected += len(r.token_ids) - min(max(known, default=0), len(q.tokens) - 1, len(r.token_ids))
+            cached = min(max(known, default=0), q.cache_limit(), len(r.token_ids))
+            self.expected += max(0, min(q.goal(), len(r.token_ids)) - cached)
 
     def _disturb(self) -> None:
         rng, core = self.rng, self.core
@@ -227,13 +259,16 @@ class Workload:
             q = rng.choice(core.scheduler.running)
             core.hold(q.request.id, q.tokens, q.request.namespace, ttl=rng.choice((5.0, 1e9)))
         if rng.random() < 0.02:
-            self.executor.fail_next = RuntimeError("a forward failed")
+            self.executor.fail_next = RuntimeError(f"forward {self.executor.launches} failed")
 
     def _read(self, deltas: list[OutputDelta], version: int) -> None:
         for delta in deltas:
             result = self.results.setdefault(delta.request_id, Result())
             assert result.last is None, "S6: a delta after the last one"
             result.tokens += delta.token_ids
+            result.logprobs += delta.logprobs
+            result.prompt_logprobs += delta.prompt_logprobs
+            result.versions += [delta.weights_version] * len(delta.token_ids)
             if delta.finish_reason is not None:
                 result.last = delta
                 q = self.sequences.get(delta.request_id)
@@ -256,7 +291,9 @@ class Workload:
                 assert last.finish_reason == "error" and last.error is not None and last.error.name == "CapacityError"
                 continue
             self._verify_one(r, self.results[r.id], last)
-        undisturbed = self.shape.calm and not stats.preemptions and not stats.evicted_pages and self.shape.settings.cache_enabled
+        undisturbed = (
+            self.shape.calm and not stats.preemptions and not stats.evicted_pages and self.shape.settings.cache_enabled
+        )
         if undisturbed:
             self.counts["counted workloads"] += 1
             assert all(n == 1 for n in self.writes.values()), "R5: a page of a prompt was computed twice"
@@ -268,7 +305,15 @@ class Workload:
         self.core.flush()
         assert self.core.stats().pages_free == self.shape.settings.num_pages, "a leak: after a flush every page is free"
         assert not self.core.scheduler.cache.tree.roots, "a leak: an empty root"
-        for name in ("preemptions", "failed_steps", "evicted_pages", "copied_pages", "adopted_pages", "duplicate_pages", "surplus_rows"):
+        for name in (
+            "preemptions",
+            "failed_steps",
+            "evicted_pages",
+            "copied_pages",
+            "adopted_pages",
+            "duplicate_pages",
+            "surplus_rows",
+        ):
             self.counts[name] += getattr(stats, name)
         self.counts["requests"] += len(self.requests)
         self.counts["refused"] += len(self.refused)
@@ -282,11 +327,19 @@ class Workload:
         usage = last.usage
         assert usage is not None and usage.completion_tokens == len(result.tokens) and usage.prompt_tokens == len(r.token_ids)
         assert 0 <= usage.cached_tokens < len(r.token_ids) or not usage.cached_tokens
+        assert result.versions == q.versions[: len(result.tokens)]
+        n = len(result.logprobs)
+        assert n == (len(result.tokens) if r.sampling.logprobs else 0), "logprobs: one a token, or none"
+        assert result.logprobs == want.logprobs[:n], f"{r.id}: logprobs {result.logprobs}, alone {want.logprobs}"
+        scored = result.prompt_logprobs  # of several versions, if the weights changed in the middle of the prompt
+        if self.core.weights_version == 0:
+            assert scored == want.prompt_logprobs[: len(scored)], f"{r.id}: prompt logprobs differ"
         if last.finish_reason == "abort":
             assert result.tokens == want.tokens[: len(result.tokens)], f"{r.id}, aborted: {result.tokens}, alone {want.tokens}"
         else:
             got = (result.tokens, last.finish_reason, usage.forced_tokens)
             assert got == (want.tokens, want.finish, want.forced), f"{r.id}: {got}, alone {want}"
+            assert len(scored) == len(want.prompt_logprobs), f"{r.id}: {len(scored)} prompt logprobs"
 
 
 def common(a: tuple[int, ...], b: tuple[int, ...]) -> int:

@@ -245,6 +245,7 @@ class Scheduler:
         rows, step = flight.plan.rows, flight.plan.step
         for row, q in zip(rows, flight.sequences):
             q.in_flight -= 1
+            q.version = self.version
             if q.state == "running":
                 q.computed = row.end
             if row.targets and q.state != "done":
@@ -274,7 +275,7 @@ class Scheduler:
 
     def _accept(self, q: Sequence, token: int, logprob: TokenLogprob | None) -> None:
         self.touched[q] = None
-        q.version = self.version
+        q.version = self.version  # a sibling has no row here
         try:
             reason = q.accept(token, logprob)
         except Exception as error:
@@ -284,7 +285,7 @@ class Scheduler:
         self.settle(q)
 
     def _after_row(self, q: Sequence, step: int) -> None:
-        if q.ending is not None and not q.unscored:
+        if q.ending is not None and q.first_wanted() is None:
             self.finish(q, q.ending)
         elif q.state == "waiting":
             self.settle(q)
@@ -312,9 +313,9 @@ class Scheduler:
         return next(q for q in flight.sequences if q.request.id == request_id)
 
     def _conclude(self, q: Sequence, reason: FinishReason | None) -> None:
-        """It ends so, once the logprobs of a last forced run are known (J8)."""
+        """It ends so, once the logprobs that rows have to give are known (J8)."""
         if reason is not None:
-            if q.unscored:
+            if q.first_wanted() is not None:
                 q.ending = reason
             else:
                 self.finish(q, reason)

@@ -111,7 +111,7 @@ class Sequence:
     def goal(self) -> int:
         """Tokens that may be scheduled now: the known ones, and FUTURE unless it is the last by length."""
         if self.ending is not None:
-            return self.unscored[-1]
+            return self.last_wanted()
         known = len(self.tokens)
         return known + 1 if self.drawing and known + 1 - self.num_prompt < self.max_tokens else known
 
@@ -205,6 +205,7 @@ class Sequence:
             if self.request.sampling.logprobs == "both":
                 logprob = TokenLogprob(logprob.token_id, logprob.logprob, logprob.top, 0.0)
             self.logprobs[position - self.num_prompt] = logprob
+            self.versions[position - self.num_prompt] = self.version  # recomputed under other weights, perhaps
 
     def num_ready(self) -> int:
         """Output tokens that can be emitted: those whose logprobs, if asked for, are known."""
