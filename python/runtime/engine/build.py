@@ -119,7 +119,7 @@ def build(config: EngineConfig, on_load: Callable[[str], None] | None = None) ->
         limits = limits_of(resolved)
         runner = backend.bind(loaded.model, kv, limits)
         executor = LocalExecutor(
-            runner, _sampler(backend, tokenizer, opened.config), page_size=kv.page_size, num_pages=kv.num_pages,
+            runner, _sampler(backend, tokenizer, opened.config, config.max_running), page_size=kv.page_size, num_pages=kv.num_pages,
             width=opened.config.vocabulary, max_running=config.max_running, max_logits=limits.max_logits, overlap=resolved.overlap,
         )  # fmt: skip
         core = EngineCore(_core_settings(resolved, opened, tokenizer), executor)
@@ -184,8 +184,16 @@ def _resolve(config: EngineConfig, hardware: Hardware, model: ModelConfig, weigh
     )  # fmt: skip
 
 
-def _sampler(backend: Backend, tokenizer: Tokenizer, model: ModelConfig) -> Sampler:
-    return ReferenceSampler(vocab_size=tokenizer.vocab_size, width=model.vocabulary)
+def _sampler(backend: Backend, tokenizer: Tokenizer, model: ModelConfig, max_running: int) -> Sampler:
+    """The native one where the logits are in the kernels' memory; the same draws, bit for bit."""
+    vocab_size, width, remembered = min(tokenizer.vocab_size, model.vocabulary), model.vocabulary, 2 * max_running
+    if backend.name == "cpu":
+        from phloem.runtime.backends.cpu import Cpu
+        from phloem.runtime.executor.native_sampler import NativeSampler
+
+        assert isinstance(backend, Cpu)
+        return NativeSampler(backend.context, vocab_size=vocab_size, width=width, max_requests=remembered)
+    return ReferenceSampler(vocab_size=vocab_size, width=width, max_requests=remembered)
 
 
 def _core_settings(resolved: Resolved, opened: OpenModel, tokenizer: Tokenizer) -> CoreSettings:
