@@ -36,6 +36,15 @@ struct Range {
 
 }  // namespace
 
+const char* check_shape(const AttentionShape& shape) {
+  if (shape.kv_heads < 1 || shape.heads < 1 || shape.heads % shape.kv_heads != 0) return "heads is a multiple of kv_heads, both at least 1";
+  if (shape.head_dim < 16 || shape.head_dim > 256 || shape.head_dim % 8 != 0) return "head_dim is a multiple of 8 from 16 to 256";
+  const int32_t p = shape.page_size;
+  if (p < 1 || p > 64 || (p & (p - 1)) != 0) return "page_size is a power of two from 1 to 64";
+  if (shape.num_pages < 1) return "there is at least one page beside the scratch page";
+  return nullptr;
+}
+
 int32_t tile_tokens(const AttentionShape& shape) {
   // Wide heads: q, scores and outputs of the tile should still fit L2.
   const int rows = shape.head_dim <= 128 ? kTileRows : kTileRows / 2;
@@ -132,6 +141,7 @@ static const char* check(const AttentionShape& shape, const PageBatch& batch) {
 
 const char* AttentionPlan::build(const AttentionShape& shape, const PageBatch& batch, int32_t threads) {
   view_ = PlanView{};
+  if (const char* wrong = check_shape(shape)) return wrong;
   if (const char* wrong = check(shape, batch)) return wrong;
   Impl& m = *impl_;
   m.order_rows(batch, shape.num_pages);

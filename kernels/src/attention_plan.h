@@ -27,6 +27,9 @@ struct AttentionShape {
   int32_t num_pages;  // page ids are below it; it is itself the scratch page's id
 };
 
+// null, or what is wrong with the shape (a static sentence).
+const char* check_shape(const AttentionShape& shape);
+
 // The page contract's arrays (python/runtime/backends/base.py) and the positions of the T tokens.
 struct PageBatch {
   int32_t rows;
@@ -86,7 +89,7 @@ class AttentionPlan {
   // Memory for steps within these limits. build() grows what it lacks, so this only keeps steady state free of allocation.
   void reserve(const AttentionShape& shape, int32_t max_tokens, int32_t max_rows, int32_t max_pages, int32_t threads);
 
-  // null, or why the arrays break the page contract (a static sentence); then the plan is empty. O(total pages).
+  // null, or why shape or arrays break the page contract (a static sentence); then the plan is empty. O(total pages).
   // Only between regions. `threads` is the number of threads that will call attention().
   const char* build(const AttentionShape& shape, const PageBatch& batch, int32_t threads);
 
