@@ -82,7 +82,7 @@ class Tokenizer:
         if not parse_special:
             return self._encode_plain(text, add_special_tokens)
         ids = _encode(self._backend, text, add_special_tokens)
-        if add_special_tokens and len(ids) > 1 and ids[0] == ids[1] == self.bos_id:
+        if add_special_tokens and self._adds_bos and ids[:2] == [self.bos_id, self.bos_id]:
             del ids[0]
         return ids
 
@@ -100,14 +100,15 @@ class Tokenizer:
         return self._without_control(self._plain, text, add_special_tokens)
 
     def _without_control(self, encoder: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
-        ids = _encode(encoder, text)
+        ids = self._renumber(_encode(encoder, text))
         if not self.control_ids.isdisjoint(ids):
             # The model's own vocabulary reaches a control token from plain text: a word of it is spelled like one.
-            ids = _encode(self._scrubbed(encoder), text)
+            ids = self._renumber(_encode(self._scrubbed(encoder), text))
             assert self.control_ids.isdisjoint(ids), "plain text became a control token"
-        if self._renumbered:
-            ids = [self._renumbered.get(i, i) for i in ids]
         return self._surround(ids) if add_special_tokens else ids
+
+    def _renumber(self, ids: list[int]) -> list[int]:
+        return [self._renumbered.get(i, i) for i in ids] if self._renumbered else ids
 
     def _surround(self, ids: list[int]) -> list[int]:
         before, after = self._added_around
@@ -132,6 +133,10 @@ class Tokenizer:
                 literals = literal_text(template)
                 found |= {i for i in named if self._added[i].content in literals}
         return found
+
+    @cached_property
+    def _adds_bos(self) -> bool:
+        return self._added_around[0][-1:] == [self.bos_id]
 
     def _copy_without_control(self, components: Mapping[str, Any]) -> tokenizers.Tokenizer:
         copy = with_components(self._backend.model, {**components, "post_processor": None})
@@ -202,10 +207,8 @@ class Tokenizer:
     def id_to_token(self, token_id: int) -> str | None:
         """The spelling in the vocabulary ("Ġworld"), None for padding."""
         (checked,) = self.check_ids([token_id])
-        added = self._added.get(checked)
-        if added is not None:
-            return added.content
-        if self._parts.tokens is not None:
+        # The backend's word for an added token is its normalized spelling: "▁wow" for "wow" where a prefix is put.
+        if self._parts.tokens is not None and checked not in self._added:
             return self._parts.tokens[checked] if checked < len(self._parts.tokens) else None
         return self._backend.id_to_token(checked)
 
@@ -234,9 +237,10 @@ class Tokenizer:
             for token, i in self._backend.get_vocab(with_added_tokens=True).items():
                 spelled[i] = token
         pieces = self._rules.table(spelled)
-        for i, added in self._added.items():
+        for i in self._added:
             # Byte-level decoders of the library read an added "é" as the byte E9; it stands for what it spells.
-            pieces[i] = added.content.encode() if self._rules.byte_level else self._rules.piece(added.content)
+            spelling = self._backend.id_to_token(i) or ""
+            pieces[i] = spelling.encode() if self._rules.byte_level else self._rules.piece(spelling)
         return pieces
 
     @cached_property
