@@ -31,6 +31,10 @@ typedef enum phloem_status {
 /* Code variants. PHLOEM_AUTO picks the best that this CPU runs. */
 enum { PHLOEM_AUTO = -1, PHLOEM_BASE = 0, PHLOEM_X86_V3 = 1, PHLOEM_X86_V4 = 2, PHLOEM_X86_V4_VNNI = 3 };
 
+/* Raised when a function or struct of these headers changes; native.py refuses a library of another number. */
+enum { PHLOEM_ABI = 1 };
+PHLOEM_API int phloem_abi(void);
+
 typedef struct phloem_context phloem_context;
 
 /* threads >= 1, the calling thread included. *context is NULL on failure; then phloem_create_error() says why. */
@@ -41,6 +45,10 @@ PHLOEM_API const char* phloem_error(const phloem_context* context); /* of the la
 PHLOEM_API int phloem_variant(const phloem_context* context);
 PHLOEM_API const char* phloem_variant_name(int variant); /* "base", "x86-64-v3", "x86-64-v4", "x86-64-v4-vnni" */
 PHLOEM_API int phloem_supported(int variant);            /* 1 if this library and this CPU have it */
+
+/* Zeroed memory, 64-byte aligned, in huge pages where the system has them; what is not released goes with the context. */
+PHLOEM_API int phloem_memory_allocate(phloem_context* context, int64_t bytes, void** memory);
+PHLOEM_API void phloem_memory_release(phloem_context* context, void* memory);
 
 #ifdef __cplusplus
 }

@@ -91,6 +91,17 @@ PHLOEM_API int phloem_create(int threads, int variant, phloem_context** context)
   return PHLOEM_OK;
 }
 
+PHLOEM_API int phloem_memory_allocate(phloem_context* context, int64_t bytes, void** memory) {
+  if (context == nullptr) return PHLOEM_BAD_ARGUMENT;
+  if (memory == nullptr || bytes < 0) return context->fail(PHLOEM_BAD_ARGUMENT, "the result is NULL, or %lld bytes", static_cast<long long>(bytes));
+  *memory = context->memory.allocate(static_cast<size_t>(bytes));
+  return *memory != nullptr ? PHLOEM_OK : context->fail(PHLOEM_NO_MEMORY, "the system gives no %lld bytes", static_cast<long long>(bytes));
+}
+PHLOEM_API void phloem_memory_release(phloem_context* context, void* memory) {
+  if (context != nullptr) context->memory.release(memory);
+}
+
+PHLOEM_API int phloem_abi(void) { return PHLOEM_ABI; }
 PHLOEM_API const char* phloem_create_error(void) { return create_error; }
 PHLOEM_API void phloem_destroy(phloem_context* context) { delete context; }
 PHLOEM_API const char* phloem_error(const phloem_context* context) { return context == nullptr ? "context is NULL" : context->error; }

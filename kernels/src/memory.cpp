@@ -31,6 +31,7 @@ Memory::~Memory() {
 void* Memory::allocate(size_t bytes) {
   bytes = (bytes + 63) & ~size_t{63};
   if (bytes == 0) bytes = 64;
+  const std::lock_guard<std::mutex> lock(mutex_);
   for (Chunk& chunk : chunks_)
     if (chunk.size - chunk.used >= bytes) {
       char* p = chunk.base + chunk.used;
@@ -46,6 +47,7 @@ void* Memory::allocate(size_t bytes) {
 }
 
 void Memory::release(void* p) {
+  const std::lock_guard<std::mutex> lock(mutex_);
   for (size_t i = 0; i < chunks_.size(); i++) {
     Chunk& chunk = chunks_[i];
     if (p < chunk.base || p >= chunk.base + chunk.size) continue;

@@ -3,10 +3,11 @@
 //   chunk  [ matrix | matrix | matrix |  free → ]      64 MiB, or as long as one larger allocation
 //
 // Many matrices share a chunk, since rounding each to 2 MiB would waste more than the embedded model weighs. A chunk goes back
-// to the system when its last matrix does.
+// to the system when its last matrix does. Any thread may call: Python's collector releases from wherever it runs.
 #pragma once
 
 #include <cstddef>
+#include <mutex>
 #include <vector>
 
 namespace phloem {
@@ -27,6 +28,7 @@ class Memory {
     size_t size, used;
     int live;
   };
+  std::mutex mutex_;
   std::vector<Chunk> chunks_;
 };
 
