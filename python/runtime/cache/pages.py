@@ -1,6 +1,8 @@
 """Which pages are free. Knows nothing of tokens, trees or tensors.
 
-free: [7, 3, 9]     take() -> 9     free: [7, 3]     give([5]) -> free: [7, 3, 5]        a stack: warm pages first
+A stack, so that warm pages go first:
+
+    free: [7, 3, 9]     take(2) -> [3, 9]     free: [7]     give([5])     free: [7, 5]
 """
 
 from __future__ import annotations
@@ -19,9 +21,13 @@ class PagePool:
         self.num_pages = num_pages
         self.free = list(range(num_pages - 1, -1, -1))
 
-    def take(self) -> int:
-        """One page. Callers look at `free` first: an empty pool is an IndexError, a bug of ours."""
-        return self.free.pop()
+    def take(self, need: int) -> list[int]:
+        """`need` pages, or all there are if those are fewer."""
+        if need <= 0:
+            return []
+        pages = self.free[-need:]
+        del self.free[-need:]
+        return pages
 
     def give(self, pages: Iterable[int]) -> None:
         self.free.extend(pages)

@@ -113,16 +113,14 @@ class PrefixCache:
 
     def take(self, need: int) -> list[int]:
         """Up to `need` pages: free ones, then those of the least recently used leaves."""
-        tree, free, pages = self.tree, self.pool.free, list[int]()
-        while len(pages) < need:
-            if free:
-                page = self.pool.take()
-                tree.begun.pop(page, None)
-                pages.append(page)
-            elif tree.evict():
-                self.evicted += 1
-            else:
-                break
+        pages = self.pool.take(need)
+        while len(pages) < need and self.tree.evict():
+            self.evicted += 1
+            pages += self.pool.take(1)
+        begun = self.tree.begun
+        if begun:
+            for page in pages:
+                begun.pop(page, None)
         return pages
 
     # ------------------------------------------------------------------------------------------------- into the cache

@@ -243,7 +243,7 @@ class RadixTree:
             self._wake(node, first)
             self.touch(node)
             return node
-        child = Node(node, tokens, pages, [step] * len(pages))
+        child = Node(node, tokens, pages[:], [step] * len(pages))
         self._attach(child, first)
         self._wake(node, first)
         child.pins = 1

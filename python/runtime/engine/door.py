@@ -37,8 +37,8 @@ def pages_needed(num_prompt: int, max_tokens: int, page_size: int) -> int:
     return -(-(num_prompt + max(max_tokens, 1) - 1) // page_size)
 
 
-def check_request(request: Request, limits: Limits) -> tuple[list[int], int]:
-    """The prompt as plain ints, and max_tokens with its default filled in. Raises a RequestError."""
+def check_request(request: Request, limits: Limits) -> tuple[array[int], int]:
+    """The prompt as int32, and max_tokens with its default filled in. Raises a RequestError."""
     if not isinstance(request.id, str):
         raise InvalidRequestError(f"the request's id is {request.id!r}; expected a string.", param="id")
     if not isinstance(request.namespace, str):
@@ -69,16 +69,16 @@ def check_request(request: Request, limits: Limits) -> tuple[list[int], int]:
     return tokens, max_tokens
 
 
-def _check_prompt(request: Request, limits: Limits) -> list[int]:
+def _check_prompt(request: Request, limits: Limits) -> array[int]:
     try:
-        tokens = array("i", request.token_ids).tolist()
+        tokens = array("i", request.token_ids)
     except (TypeError, ValueError, OverflowError):
         raise InvalidRequestError(
             f"the prompt must be token ids from 0 to {limits.vocab_size - 1}; it holds something else.", param="token_ids"
         ) from None
     if not tokens:
         raise InvalidRequestError("the prompt is empty; give at least one token (the model's BOS, say).", param="token_ids")
-    if min(tokens) < 0 or max(tokens) >= limits.vocab_size:
+    if min(request.token_ids) < 0 or max(request.token_ids) >= limits.vocab_size:
         at, bad = next((i, t) for i, t in enumerate(tokens) if not 0 <= t < limits.vocab_size)
         raise InvalidRequestError(
             f"the prompt holds id {bad} at position {at}; the vocabulary has ids 0 to {limits.vocab_size - 1}.",

@@ -56,12 +56,12 @@ class Ending(Protocol):
 class Sequence:
     """See the module's drawing. Identity is the object: ids may be used again once a request has ended."""
 
-    def __init__(self, request: Request, tokens: Seq[int], max_tokens: int, seed: int, ending: Ending) -> None:
+    def __init__(self, request: Request, tokens: array[int], max_tokens: int, seed: int, ending: Ending) -> None:
         s = request.sampling
         self.request, self.max_tokens, self.seed, self._ending = request, max_tokens, seed, ending
         self.rank = (0, 0)  # (priority, arrival): the order of preemption and of resuming; given by the scheduler
-        self.tokens = list(tokens)
-        self.key = bytearray(array("i", tokens).tobytes())  # the same as int32 bytes: what the tree compares
+        self.tokens: list[int] = tokens.tolist()
+        self.key = bytearray(tokens.tobytes())  # the same as int32 bytes: what the tree compares
         self.num_prompt = len(self.tokens)
         self.need_pages = 0  # never more than so many (P3)
         self.state: Literal["waiting", "running", "done"] = "waiting"
