@@ -39,15 +39,24 @@ hours. Dr. Nwosu took water samples at six points around the island. The water w
 Friday. A visiting student, Lena Brandt, arrived by helicopter to study lichens. She is allergic to oranges, so the rest of the oranges
 went to the hens, who were not interested. The diesel tank is at 62 per cent. Next supply boat: Monday, 17 March."""
 
-SYSTEM = "You answer questions about the report below with one short sentence.\n\n" + REPORT
+CONTEXT = f"""{REPORT}
+
+Questions about the log, answered in a few words.
+
+Q: Who wrote the log?
+A: Ida Vestergaard, the station keeper.
+
+Q: Which day was stormy?
+A: Tuesday.
+"""
 QUESTIONS = (
     "What is the name of the supply boat?",
     "How many grey seals were counted on Wednesday?",
-    "Why did the radio fail on Thursday?",
-    "Who arrived on Friday, and what does she study?",
+    "Why did the radio fail?",
+    "What did Lena Brandt come to study?",
 )
-FOLLOW_UP = "And when does it come next?"
-CLAIM = "Was anybody hurt in the storm on Tuesday? Answer with one word, yes or no."
+FOLLOW_UP = "When does the next supply boat come?"
+CLAIM = "Was anybody hurt in the storm? Yes or no?"
 VOTES = 5
 
 
@@ -83,8 +92,8 @@ class Table:
         return "\n".join(lines)
 
 
-def ask(question: str) -> list[dict[str, str]]:
-    return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
+def ask(question: str, after: str = CONTEXT) -> str:
+    return f"{after}\nQ: {question}\nA:"
 
 
 def say(label: str, text: str) -> None:
@@ -94,37 +103,38 @@ def say(label: str, text: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="a directory, a .gguf file or org/name; default: the embedded model")
+    parser.add_argument("--device", default="auto", help="auto, cpu or reference")
     parser.add_argument("--seed", type=int, default=7)
     options = parser.parse_args()
 
     start = time.perf_counter()
-    with ph.Engine(options.model, seed=options.seed) as engine:
+    with ph.Engine(options.model, device=options.device, seed=options.seed) as engine:
         print(f"{engine!r}, loaded in {time.perf_counter() - start:.1f} s")
         for line in engine.resolved.arithmetic:
             print(f"  {line}")
         table = Table(engine)
 
         print("\nFour questions, forked from one report:")
-        greedy = ph.SamplingParams(temperature=0, max_tokens=40, stop="\n")
-        answers = engine.chat([ask(q) for q in QUESTIONS], greedy)
+        greedy = ph.SamplingParams(temperature=0, max_tokens=24, stop="\n")
+        answers = engine.generate([ask(q) for q in QUESTIONS], greedy)
         for question, answer in zip(QUESTIONS, answers):
             say("  Q", question)
             say("  A", answer.text)
         table.add("4 questions", answers)
 
-        print("\nA follow-up to the first; its whole conversation is in the tree:")
-        turns = [*ask(QUESTIONS[0]), {"role": "assistant", "content": answers[0].text}, {"role": "user", "content": FOLLOW_UP}]
-        follow_up = engine.chat(turns, greedy)
+        print("\nA follow-up to the first; all that was said is in the tree:")
+        so_far = f"{ask(QUESTIONS[0])}{answers[0].text}\n"
+        follow_up = engine.generate(ask(FOLLOW_UP, so_far), greedy)
         say("  Q", FOLLOW_UP)
         say("  A", follow_up.text)
         table.add("follow-up", [follow_up])
 
-        print(f"\nA vote of {VOTES} samples:")
-        votes = engine.chat(
-            ask(CLAIM), ph.SamplingParams(temperature=0.8, top_p=0.95, max_tokens=8, seed=options.seed), n=VOTES
-        )
-        words = [vote.text.strip().split()[0].strip(".,!").lower() if vote.text.strip() else "(nothing)" for vote in votes]
-        (winner, count), *_ = Counter(words).most_common()
+        print(f"\nA vote of {VOTES} samples, each one token, yes or no:")
+        yes, no = (engine.tokenizer.encode(word, add_special_tokens=False)[0] for word in (" Yes", " No"))
+        one_word = ph.SamplingParams(max_tokens=1, allowed_token_ids=(yes, no), seed=options.seed)
+        votes = engine.generate(ask(CLAIM), one_word, n=VOTES)
+        words = [vote.text.strip().lower() for vote in votes]
+        winner, count = Counter(words).most_common(1)[0]
         say("  Q", CLAIM)
         say("  A", f"{', '.join(words)}: the majority says {winner!r} ({count} of {VOTES})")
         table.add(f"vote, n={VOTES}", votes)

@@ -99,7 +99,16 @@ def _version(name: str) -> str | None:
 
 
 def kernels() -> Findings:
-    raise NotImplementedError
+    from phloem.runtime import native
+
+    yield True, f"library: {native.library_path()}"
+    variants = native.supported_variants()
+    yield bool(variants), f"variants that this CPU runs: {', '.join(variants) or 'none'}"
+    context = native.Context(1)
+    try:
+        yield True, f"an engine gets: {context.variant}"
+    finally:
+        context.close()
 
 
 def model(config: Any) -> Findings:

@@ -2,39 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
 from phloem.runtime.engine.calls import MAX_N, Call, Verbs, check_timeout
-from phloem.runtime.engine.collect import Collector
 from phloem.runtime.errors import CapacityError, InvalidRequestError, NumericalError, RequestTimeoutError
-from phloem.runtime.request import OutputDelta, Request, SamplingParams, TokenLogprob, Usage, WireError
-from phloem.runtime.text.detokenizer import Detokenizer
-
-
-class Bytes:
-    """A tokenizer whose ids are bytes."""
-
-    special_ids: frozenset[int] = frozenset()
-
-    def detokenizer(self, skip_special_tokens: bool = True, continuation: bool = False) -> Detokenizer:
-        return Detokenizer([bytes([i]) for i in range(256)])
-
-
-class ByteText:
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode())
-
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
-        if any("content" not in m for m in messages):
-            raise InvalidRequestError("messages[0].content is missing.", param="messages[0].content")
-        return self.encode("".join(f"<{m['role']}>{m['content']}" for m in messages))
-
-    def collector(self, request: Request) -> Collector:
-        return Collector(request, Bytes())  # type: ignore[arg-type]
+from phloem.runtime.request import OutputDelta, SamplingParams, TokenLogprob, Usage, WireError
+from tests.runtime.engine.parts import ByteText
 
 
 def verbs(policy: str = "prefix") -> Verbs:
@@ -226,7 +202,9 @@ def test_the_shape_of_the_result_follows_the_arguments(prompt: Any, n: int, shap
 def test_one_failure_of_a_list_is_raised_with_its_number() -> None:
     call = verbs().generate(["a", "b", "c"], None)
     (_, first), (second_request, second), (_, third) = call.entries()
-    second.push(OutputDelta(second_request.id, finish_reason="error", error=WireError("NumericalError", "row is NaN", "logits")))
+    second.push(
+        OutputDelta(second_request.id, finish_reason="error", error=WireError("NumericalError", "row is NaN", "logits"))
+    )
     assert call.done(), "a call that is to raise waits for nobody"
     assert call.live_ids() == [call.entries()[0][0].id, call.entries()[2][0].id]
     with pytest.raises(NumericalError, match=r"prompt 1 of 3 .*row is NaN") as caught:
@@ -324,8 +302,11 @@ def test_progress_counts_ended_outputs() -> None:
 def test_chat_takes_one_conversation_or_a_list_of_them() -> None:
     hi, ho = [{"role": "user", "content": "hi"}], [{"role": "user", "content": "ho"}]
     one, many = verbs().chat(hi, None), verbs().chat([hi, ho], None)
-    assert one.single and bytes(one.entries()[0][0].token_ids) == b"<user>hi"
-    assert not many.single and [bytes(r.token_ids) for r, _ in many.entries()] == [b"<user>hi", b"<user>ho"]
+    assert one.single and bytes(one.entries()[0][0].token_ids) == b"<user>hi<assistant>"
+    assert not many.single and [bytes(r.token_ids) for r, _ in many.entries()] == [
+        b"<user>hi<assistant>",
+        b"<user>ho<assistant>",
+    ]
 
 
 @pytest.mark.parametrize("messages", ["hi", {"role": "user", "content": "hi"}, None, 3])
