@@ -106,7 +106,15 @@ class Llama:
 
 
 def _spec(config: ModelConfig, rope: RopeTable, window: int) -> AttentionSpec:
-    return AttentionSpec(config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim**-0.5, rope, window)
+    return AttentionSpec(
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        scale=config.head_dim**-0.5,
+        rope=rope,
+        window=window,
+        norm_eps=config.norm_eps if config.qk_norm else 0.0,
+    )
 
 
 class _Layer:

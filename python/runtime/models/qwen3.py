@@ -1,4 +1,4 @@
-"""Qwen3: RMSNorm on each q and k head before RoPE, a head_dim of its own, biases only if the config says so."""
+"""Qwen3: Llama with an RMSNorm on each q and k head before RoPE, and a head_dim of its own."""
 
 from __future__ import annotations
 
@@ -6,135 +6,44 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from phloem.runtime.backends.base import AttentionSpec, BatchLike, Ops
-from phloem.runtime.layers.rope import rope_table
+from phloem.runtime.backends.base import BatchLike, Ops
 from phloem.runtime.models.config import ModelConfig
-from phloem.runtime.models.weights import Extra, Parameters, Rule, extra, part, rule
+from phloem.runtime.models.llama import Llama
+from phloem.runtime.models.weights import Parameters, Rule, part, rule
 
 __all__ = ["Qwen3"]
 
-_HF, _GGUF = "model.layers.{i}", "blk.{i}"
 
-
-class Qwen3:
-    """parameters: as WEIGHTS names them.   positions: rows of the rotary table, so the longest context."""
+class Qwen3(Llama):
+    """parameters, positions: as for Llama."""
 
     WEIGHTS: ClassVar[tuple[Rule, ...]] = (
-        rule("embedding", part("model.embed_tokens.weight", "token_embd.weight", ("vocabulary", "hidden")), "table", shard=0),
+        *Llama.WEIGHTS,
         rule(
-            "layers.{i}.attention_norm",
-            part(f"{_HF}.input_layernorm.weight", f"{_GGUF}.attn_norm.weight", ("hidden",)),
+            "layers.{i}.q_norm",
+            part("model.layers.{i}.self_attn.q_norm.weight", "blk.{i}.attn_q_norm.weight", ("head_dim",)),
             "vector",
         ),
         rule(
-            "layers.{i}.qkv",
-            [
-                part(f"{_HF}.self_attn.q_proj.weight", f"{_GGUF}.attn_q.weight", ("q_width", "hidden")),
-                part(f"{_HF}.self_attn.k_proj.weight", f"{_GGUF}.attn_k.weight", ("kv_width", "hidden")),
-                part(f"{_HF}.self_attn.v_proj.weight", f"{_GGUF}.attn_v.weight", ("kv_width", "hidden")),
-            ],
-            shard=0,
-        ),
-        rule(
-            "layers.{i}.qkv_bias",
-            [
-                part(f"{_HF}.self_attn.q_proj.bias", f"{_GGUF}.attn_q.bias", ("q_width",)),
-                part(f"{_HF}.self_attn.k_proj.bias", f"{_GGUF}.attn_k.bias", ("kv_width",)),
-                part(f"{_HF}.self_attn.v_proj.bias", f"{_GGUF}.attn_v.bias", ("kv_width",)),
-            ],
-            "vector",
-            shard=0,
-            when="qkv_bias",
-        ),
-        rule(
-            "layers.{i}.q_norm", part(f"{_HF}.self_attn.q_norm.weight", f"{_GGUF}.attn_q_norm.weight", ("head_dim",)), "vector"
-        ),
-        rule(
-            "layers.{i}.k_norm", part(f"{_HF}.self_attn.k_norm.weight", f"{_GGUF}.attn_k_norm.weight", ("head_dim",)), "vector"
-        ),
-        rule(
-            "layers.{i}.output",
-            part(f"{_HF}.self_attn.o_proj.weight", f"{_GGUF}.attn_output.weight", ("hidden", "q_width")),
-            shard=1,
-        ),
-        rule(
-            "layers.{i}.output_bias",
-            part(f"{_HF}.self_attn.o_proj.bias", f"{_GGUF}.attn_output.bias", ("hidden",)),
-            "vector",
-            when="output_bias",
-        ),
-        rule(
-            "layers.{i}.mlp_norm",
-            part(f"{_HF}.post_attention_layernorm.weight", f"{_GGUF}.ffn_norm.weight", ("hidden",)),
+            "layers.{i}.k_norm",
+            part("model.layers.{i}.self_attn.k_norm.weight", "blk.{i}.attn_k_norm.weight", ("head_dim",)),
             "vector",
         ),
-        rule(
-            "layers.{i}.gate_up",
-            [
-                part(f"{_HF}.mlp.gate_proj.weight", f"{_GGUF}.ffn_gate.weight", ("intermediate", "hidden")),
-                part(f"{_HF}.mlp.up_proj.weight", f"{_GGUF}.ffn_up.weight", ("intermediate", "hidden")),
-            ],
-            "gated",
-            shard=0,
-        ),
-        rule(
-            "layers.{i}.down",
-            part(f"{_HF}.mlp.down_proj.weight", f"{_GGUF}.ffn_down.weight", ("hidden", "intermediate")),
-            shard=1,
-        ),
-        rule("norm", part("model.norm.weight", "output_norm.weight", ("hidden",)), "vector"),
-        rule("head", part("lm_head.weight", "output.weight", ("vocabulary", "hidden")), "table", shard=0, unless="tied"),
-    )
-    EXTRAS: ClassVar[tuple[Extra, ...]] = (
-        extra("model.layers.{i}.self_attn.rotary_emb.inv_freq"),
-        extra("", "rope_freqs.weight"),
-        extra("lm_head.weight", equals="model.embed_tokens.weight", when="tied"),
     )
 
     def __init__(self, config: ModelConfig, parameters: Parameters, positions: int) -> None:
-        rope = rope_table(config.rope, config.head_dim, positions)
-        self.num_layers, self.width, self.eps = config.num_layers, config.vocabulary, config.norm_eps
-        self.embedding, self.norm = parameters.matrix("embedding"), parameters.vector("norm")
-        self.head = self.embedding if config.tied else parameters.matrix("head")
-        self.layers = [
-            _Layer(
-                parameters,
-                i,
-                AttentionSpec(
-                    config.num_heads,
-                    config.num_kv_heads,
-                    config.head_dim,
-                    config.head_dim**-0.5,
-                    rope,
-                    window,
-                    norm_eps=config.norm_eps,
-                ),
-            )
-            for i, window in enumerate(config.windows)
+        super().__init__(config, parameters, positions)
+        self.head_norms = [
+            (parameters.vector(f"layers.{i}.q_norm"), parameters.vector(f"layers.{i}.k_norm")) for i in range(config.num_layers)
         ]
 
     def forward(self, ops: Ops, batch: BatchLike) -> Tensor:
-        """Logits [L, width] of the batch's logit rows."""
         x = ops.embed(batch, self.embedding)
-        for i, layer in enumerate(self.layers):
+        for i, (layer, (q_norm, k_norm)) in enumerate(zip(self.layers, self.head_norms)):
             h = ops.rms_norm(x, layer.attention_norm, self.eps)
-            h = ops.attention(batch, ops.linear(h, layer.qkv, layer.qkv_bias), i, layer.spec, layer.q_norm, layer.k_norm)
+            h = ops.attention(batch, ops.linear(h, layer.qkv, layer.qkv_bias), i, layer.spec, q_norm, k_norm)
             x = ops.linear(h, layer.output, layer.output_bias, residual=x)
             h = ops.rms_norm(x, layer.mlp_norm, self.eps)
             x = ops.linear(ops.gated_linear(h, layer.gate_up), layer.down, residual=x)
         x = ops.rms_norm(ops.logit_rows(batch, x), self.norm, self.eps)
         return ops.linear(x, self.head)
-
-
-class _Layer:
-    def __init__(self, parameters: Parameters, i: int, spec: AttentionSpec) -> None:
-        self.spec = spec
-        self.attention_norm = parameters.vector(f"layers.{i}.attention_norm")
-        self.qkv = parameters.matrix(f"layers.{i}.qkv")
-        self.qkv_bias = parameters.optional_vector(f"layers.{i}.qkv_bias")
-        self.q_norm, self.k_norm = parameters.vector(f"layers.{i}.q_norm"), parameters.vector(f"layers.{i}.k_norm")
-        self.output = parameters.matrix(f"layers.{i}.output")
-        self.output_bias = parameters.optional_vector(f"layers.{i}.output_bias")
-        self.mlp_norm = parameters.vector(f"layers.{i}.mlp_norm")
-        self.gate_up = parameters.matrix(f"layers.{i}.gate_up")
-        self.down = parameters.matrix(f"layers.{i}.down")
