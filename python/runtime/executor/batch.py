@@ -54,8 +54,14 @@ def pack(rows: Sequence[Row], copies: Sequence[PageCopy], page_size: int, num_pa
     or all but the last.
     """
     num_rows = len(rows)
-    lens_list = [len(row.tokens) for row in rows]
-    starts_list = [row.start for row in rows]
+    lens_list, starts_list, counts_list = list[int](), list[int](), list[int]()  # one walk: rows are Python objects
+    for row in rows:
+        length, start = len(row.tokens), row.start
+        count = min(max(start + length - row.logits_from, 0), length)
+        assert not len(row.targets) or count - 1 <= len(row.targets) <= count, "targets do not match the logits wanted"
+        lens_list.append(length)
+        starts_list.append(start)
+        counts_list.append(count)
     lens, starts = np.array(lens_list, np.int32), np.array(starts_list, np.int32)
     assert num_rows and lens.min() > 0, "a row without tokens"
     qo_indptr, kv_indptr = np.zeros(num_rows + 1, np.int32), np.zeros(num_rows + 1, np.int32)
@@ -85,9 +91,6 @@ def pack(rows: Sequence[Row], copies: Sequence[PageCopy], page_size: int, num_pa
     assert (future_at == qo_indptr[future_rows + 1] - 1).all(), "FUTURE is not the last token of its row"
     slots = np.fromiter((rows[b].slot for b in future_rows.tolist()), np.int64, len(future_at))
 
-    counts_list = [row.end - first_logit(row) for row in rows]
-    for row, count in zip(rows, counts_list):
-        assert not len(row.targets) or count - 1 <= len(row.targets) <= count, "targets do not match the logits wanted"
     counts = np.array(counts_list)
     logit_indptr = np.zeros(num_rows + 1, np.int64)
     np.cumsum(counts, out=logit_indptr[1:])
@@ -114,7 +117,7 @@ def split(rows: Sequence[Row], max_logits: int, page_size: int) -> list[Part]:
     Chunk boundaries change no bit (B1). A row may read pages that another row of the plan writes (R5); it stands behind that
     row then, since pages enter the tree as their rows are planned, and so its piece runs later or with it.
     """
-    if sum(row.end - first_logit(row) for row in rows) <= max_logits:
+    if sum(len(row.tokens) for row in rows) <= max_logits or sum(row.end - first_logit(row) for row in rows) <= max_logits:
         return [Part(list(rows), list(range(len(rows))))]
     assert _writers_come_first(rows, page_size), "a row reads a page that a later row of its plan writes"
     parts, room = [Part([], [])], max_logits

@@ -43,12 +43,22 @@ JOIN_SECONDS = 1.0
 Job = Callable[[], None]
 
 
+@dataclass(slots=True)
+class _Forward:
+    """One call of the runner. scores: logits rows to be scored; spans: (request, its number of scores, its positions)."""
+
+    part: Part
+    packed: PackedRows
+    scores: list[ScoreRow]
+    spans: list[tuple[str, int, str]]
+
+
 @dataclass(slots=True, eq=False)
 class LocalTicket:
     """A launched step. The worker writes `result` and `logits`; `forwarded` and `drawn` say when they may be read."""
 
     plan: StepPlan
-    parts: list[tuple[Part, PackedRows]]
+    parts: list[_Forward]
     draw_rows: dict[int, int]  # plan row -> its row of `logits` to draw from
     result: StepResult
     forwarded: threading.Event = field(default_factory=threading.Event)
@@ -163,10 +173,11 @@ class LocalExecutor:
         parts = split(plan.rows, self._max_logits, self.page_size)
         copies = plan.copies
         for part in parts:
-            ticket.parts.append((part, pack(part.rows, copies, self.page_size, self.num_pages)))
+            packed = pack(part.rows, copies, self.page_size, self.num_pages)
+            ticket.parts.append(_Forward(part, packed, *_scores(part, packed)))
             copies = []
         if len(parts) == 1:
-            indptr = ticket.parts[0][1].logit_indptr
+            indptr = ticket.parts[0].packed.logit_indptr
             ticket.draw_rows = {b: indptr[b + 1] - 1 for b in range(len(plan.rows)) if indptr[b + 1] > indptr[b]}
         else:
             rows = [b for b, row in enumerate(plan.rows) if row.end - first_logit(row) > len(row.targets)]
@@ -188,9 +199,8 @@ class LocalExecutor:
             if self._closed:
                 raise EngineClosedError("the executor was closed before this step ran.")
             if len(ticket.parts) == 1:
-                packed = ticket.parts[0][1]
-                ticket.logits = self._forward_part(packed)
-                self._score(*ticket.parts[0], ticket.logits, result)
+                ticket.logits = self._forward_part(ticket.parts[0].packed)
+                self._score(ticket.parts[0], ticket.logits, result)
             elif ticket.parts:
                 self._forward_parts(ticket)
         except BaseException as error:
@@ -210,30 +220,25 @@ class LocalExecutor:
 
         kept = torch.empty((len(ticket.draw_rows), self.width), dtype=torch.float32)
         rows = ticket.plan.rows
-        for part, packed in ticket.parts:
+        for forward in ticket.parts:
+            part, packed = forward.part, forward.packed
             logits = self._forward_part(packed)
             for i, (source, row) in enumerate(zip(part.source, part.rows)):
                 if source in ticket.draw_rows and row.end == rows[source].end:
                     kept[ticket.draw_rows[source]] = logits[packed.logit_indptr[i + 1] - 1]
-            self._score(part, packed, logits, ticket.result)
+            self._score(forward, logits, ticket.result)
         ticket.logits = kept
 
-    def _score(self, part: Part, packed: PackedRows, logits: Tensor, result: StepResult) -> None:
-        wanted: list[ScoreRow] = []
-        for i, row in enumerate(part.rows):
-            first = packed.logit_indptr[i]
-            wanted.extend(ScoreRow(first + j, int(target), row.top_logprobs) for j, target in enumerate(row.targets))
-        if not wanted:
+    def _score(self, forward: _Forward, logits: Tensor, result: StepResult) -> None:
+        if not forward.scores:
             return
-        scores = iter(self._sampler.score(logits, wanted))
-        for row in part.rows:
-            if not len(row.targets):
-                continue
-            found = [next(scores) for _ in row.targets]
+        scores = iter(self._sampler.score(logits, forward.scores))
+        for request_id, count, positions in forward.spans:
+            found = [next(scores) for _ in range(count)]
             good: list[TokenLogprob] = [score for score in found if score is not None]
-            if len(good) < len(found):
-                _add_failure(result, not_finite(row.request_id, f"between positions {first_logit(row)} and {row.end - 1}"))
-            result.scored.setdefault(row.request_id, []).extend(good)
+            if len(good) < count:
+                _add_failure(result, not_finite(request_id, positions))
+            result.scored.setdefault(request_id, []).extend(good)
         for failure in result.failures:
             result.scored.pop(failure.request_id, None)
 
@@ -275,6 +280,16 @@ class LocalExecutor:
         ticket.forwarded.set()
         if drawn and ticket.drawn is not None:
             ticket.drawn.set()
+
+
+def _scores(part: Part, packed: PackedRows) -> tuple[list[ScoreRow], list[tuple[str, int, str]]]:
+    scores, spans = list[ScoreRow](), list[tuple[str, int, str]]()
+    for i, row in enumerate(part.rows):
+        if len(row.targets):
+            first = packed.logit_indptr[i]
+            scores.extend(ScoreRow(first + j, int(target), row.top_logprobs) for j, target in enumerate(row.targets))
+            spans.append((row.request_id, len(row.targets), f"between positions {first_logit(row)} and {row.end - 1}"))
+    return scores, spans
 
 
 def _add_failure(result: StepResult, failure: RowFailure) -> None:

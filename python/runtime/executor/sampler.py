@@ -179,13 +179,14 @@ class Filtered:
 def filtered(x: Floats, legal: NDArray[np.bool_], s: SamplingParams) -> Filtered:
     """Temperature, top-k, top-p, min-p over the legal ids of x [vocab]; at temperature 0 the argmax alone. Never empty."""
     ids = np.flatnonzero(legal)
-    order = ids[np.argsort(-x[ids], kind="stable")]
+    if s.temperature == 0.0:
+        order = ids[[int(np.argmax(x[ids]))]]  # the first of the highest
+    else:
+        order = ids[np.argsort(-x[ids], kind="stable")]
     top = x[order[0]]
     with np.errstate(over="ignore"):  # x / tiny T is -inf: weight 0
         z = (x.astype(np.float64) - np.float64(top)) / max(s.temperature, MIN_TEMPERATURE)
-    if s.temperature == 0.0:
-        order = order[:1]
-    elif s.top_k > 0:
+    if s.top_k > 0:
         order = order[: s.top_k]
     weights = np.where(z[order] >= MIN_Z, np.exp(np.maximum(z[order], MIN_Z)), 0.0)
     if s.top_p < 1.0:
