@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, decoders, models, normalizers, processors
+from tokenizers import AddedToken, decoders, models, normalizers
 
 from phloem.runtime.errors import ModelLoadError, UnsupportedModelError
-from phloem.runtime.text.parts import TokenizerParts
+from phloem.runtime.text.parts import TokenizerParts, post_processor_adding
 from phloem.runtime.text.pretokenizers import pre_tokenizer_named
 
 __all__ = ["parts_from_gguf"]
@@ -29,11 +29,11 @@ _SPACE = "▁"
 
 def parts_from_gguf(metadata: Mapping[str, Any], source: str = "the GGUF file") -> TokenizerParts:
     """Raises ModelLoadError if a key is missing or inconsistent, UnsupportedModelError for another kind of tokenizer."""
-    kind = _get(metadata, "model", str, source)
-    tokens = _get(metadata, "tokens", list, source)
-    types = metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
-    if len(types) != len(tokens):
-        raise ModelLoadError(f"{source}: {len(tokens)} tokens but {len(types)} token types; expected one a token.")
+    kind = _string(metadata, "model", source)
+    tokens: list[str] = _list(metadata, "tokens", str, source)
+    types = [NORMAL] * len(tokens)
+    if "tokenizer.ggml.token_type" in metadata:
+        types = _list(metadata, "token_type", int, source, len(tokens))
     if kind == "gpt2":
         backend, adds_bos = _byte_level(metadata, tokens, source)
     elif kind == "llama":
@@ -60,39 +60,48 @@ def parts_from_gguf(metadata: Mapping[str, Any], source: str = "the GGUF file") 
     )
 
 
-def _get(metadata: Mapping[str, Any], key: str, kind: type, source: str) -> Any:
+def _string(metadata: Mapping[str, Any], key: str, source: str) -> str:
     value = metadata.get(f"tokenizer.ggml.{key}")
-    if kind is list and isinstance(value, Sequence) and not isinstance(value, str):
-        value = list(value)
-    if not isinstance(value, kind) or not value:
-        raise ModelLoadError(
-            f"{source}: tokenizer.ggml.{key} is missing or not a {kind.__name__}; without it there is no tokenizer."
-        )
+    if not isinstance(value, str) or not value:
+        raise ModelLoadError(f"{source}: tokenizer.ggml.{key} is missing or not a string; without it there is no tokenizer.")
     return value
+
+
+def _list(
+    metadata: Mapping[str, Any], key: str, item: type | tuple[type, ...], source: str, size: int | None = None
+) -> list[Any]:
+    value = metadata.get(f"tokenizer.ggml.{key}")
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)) or not value:
+        raise ModelLoadError(f"{source}: tokenizer.ggml.{key} is missing or not a list; without it there is no tokenizer.")
+    if not all(isinstance(v, item) for v in value):
+        wrong = next(v for v in value if not isinstance(v, item))
+        raise ModelLoadError(f"{source}: tokenizer.ggml.{key} holds {wrong!r}, of another type than the list should have.")
+    if size is not None and len(value) != size:
+        raise ModelLoadError(f"{source}: {size} tokens but {len(value)} entries in tokenizer.ggml.{key}; expected one a token.")
+    return list(value)
 
 
 def _token_id(metadata: Mapping[str, Any], key: str, size: int, source: str) -> int | None:
     value = metadata.get(f"tokenizer.ggml.{key}_token_id")
-    if value is None or int(value) == 0xFFFFFFFF:  # the format's "none"
+    if value is None or value == 0xFFFFFFFF:  # the format's "none"
         return None
-    if not 0 <= int(value) < size:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < size:
         raise ModelLoadError(f"{source}: tokenizer.ggml.{key}_token_id is {value}; the file lists {size} tokens.")
-    return int(value)
+    return value
 
 
 def _byte_level(metadata: Mapping[str, Any], tokens: list[str], source: str) -> tuple[tokenizers.Tokenizer, bool]:
-    pre = pre_tokenizer_named(metadata.get("tokenizer.ggml.pre") or "default")
-    merges = []
-    for rule in _get(metadata, "merges", list, source):
-        left, space, right = rule.partition(" ")
-        if not (left and space and right):
-            raise ModelLoadError(f"{source}: the merge {rule!r} is not two tokens separated by a blank.")
-        merges.append((left, right))
+    pre = pre_tokenizer_named(str(metadata.get("tokenizer.ggml.pre") or "default"))
     vocab = {token: i for i, token in enumerate(tokens)}
-    try:
-        model = models.BPE(vocab=vocab, merges=merges, ignore_merges=pre.ignore_merges)
-    except Exception as e:  # the library raises bare Exceptions; its text names the token that a merge lacks
-        raise ModelLoadError(f"{source}: its merges and tokens do not fit together: {e}") from e
+    merges = []
+    for rule in _list(metadata, "merges", str, source):
+        left, _, right = rule.partition(" ")
+        if left not in vocab or right not in vocab or left + right not in vocab:  # the library would panic, or drop it
+            raise ModelLoadError(
+                f"{source}: the merge {rule!r} does not join two of its tokens to a third. The file is damaged."
+            )
+        merges.append((left, right))
+    model = models.BPE(vocab=vocab, merges=merges, ignore_merges=pre.ignore_merges)
     backend = tokenizers.Tokenizer(model)
     backend.pre_tokenizer = pre.build()
     backend.decoder = decoders.ByteLevel()
@@ -104,9 +113,7 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str], types: Sequen
         raise UnsupportedModelError(
             f"{source}: its SentencePiece model normalises text before encoding; Phloem has no code for that."
         )
-    scores = _get(metadata, "scores", list, source)
-    if len(scores) != len(tokens):
-        raise ModelLoadError(f"{source}: {len(tokens)} tokens but {len(scores)} scores; expected one a token.")
+    scores: list[float] = _list(metadata, "scores", (int, float), source, len(tokens))
     vocab = {token: i for i, token in enumerate(tokens)}
     unknown = next((t for t, y in zip(tokens, types) if y == UNKNOWN), None)
     bytes_known = sum(1 for y in types if y == BYTE) == 256
@@ -154,25 +161,19 @@ def _set_post_processor(
     tokens: list[str],
     source: str,
 ) -> None:
-    want = {
-        "bos": bool(metadata.get("tokenizer.ggml.add_bos_token", adds_bos)),
-        "eos": bool(metadata.get("tokenizer.ggml.add_eos_token", False)),
-    }
-    pair = []
-    for key, wanted in want.items():
-        if wanted and ids[key] is None:
-            if f"tokenizer.ggml.add_{key}_token" in metadata:
-                raise ModelLoadError(f"{source}: add_{key}_token is set, but there is no tokenizer.ggml.{key}_token_id to add.")
-            want[key] = False
-        elif wanted:
-            pair.append((tokens[ids[key] or 0], ids[key]))
-    if not pair:
-        return
-    bos, eos = (tokens[ids[key] or 0] if want[key] else None for key in ("bos", "eos"))
-    backend.post_processor = processors.TemplateProcessing(
-        single=[*([bos] if bos is not None else []), "$A", *([eos] if eos is not None else [])],
-        special_tokens=pair,
-    )
+    def end(key: str, by_default: bool) -> tuple[str, int] | None:
+        token_id = ids[key]
+        if not metadata.get(f"tokenizer.ggml.add_{key}_token", by_default):
+            return None
+        if token_id is not None:
+            return tokens[token_id], token_id
+        if f"tokenizer.ggml.add_{key}_token" in metadata:
+            raise ModelLoadError(f"{source}: add_{key}_token is set, but there is no tokenizer.ggml.{key}_token_id to add.")
+        return None
+
+    post_processor = post_processor_adding(end("bos", adds_bos), end("eos", False))
+    if post_processor is not None:
+        backend.post_processor = post_processor
 
 
 def _templates(metadata: Mapping[str, Any]) -> dict[str, str]:

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, processors
+from tokenizers import AddedToken
 
 from phloem.runtime.errors import ModelLoadError
-from phloem.runtime.text.parts import TokenizerParts
+from phloem.runtime.text.parts import TokenizerParts, post_processor_adding
 
 __all__ = ["parts_from_directory"]
 
@@ -130,15 +130,12 @@ def _add_tokens(
 
 
 def _set_post_processor(backend: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, str]) -> None:
-    ends = {}
-    for name in ("bos", "eos"):
+    def end(name: str) -> tuple[str, int] | None:
         spelling = named.get(f"{name}_token") if config.get(f"add_{name}_token") else None
-        ends[name] = (spelling, backend.token_to_id(spelling)) if spelling is not None else None
-    pairs = [pair for pair in ends.values() if pair is not None]
-    backend.post_processor = processors.TemplateProcessing(
-        single=[*([ends["bos"][0]] if ends["bos"] else []), "$A", *([ends["eos"][0]] if ends["eos"] else [])],
-        special_tokens=pairs,
-    )
+        token_id = backend.token_to_id(spelling) if spelling is not None else None
+        return (spelling, token_id) if spelling is not None and token_id is not None else None
+
+    backend.post_processor = post_processor_adding(end("bos"), end("eos"))
 
 
 def _eos_ids(path: Path, backend: tokenizers.Tokenizer, named: Mapping[str, str]) -> frozenset[int]:

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import tokenizers
-from tokenizers import models
+from tokenizers import models, processors
 
-__all__ = ["TokenizerParts", "component_json", "with_components"]
+__all__ = ["TokenizerParts", "component_json", "post_processor_adding", "with_components"]
 
 COMPONENTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 
@@ -59,3 +59,18 @@ def with_components(model: models.Model, components: Mapping[str, Any]) -> token
     for name in COMPONENTS:
         setattr(result, name, getattr(built, name))
     return result
+
+
+def post_processor_adding(bos: tuple[str, int] | None, eos: tuple[str, int] | None) -> processors.PostProcessor | None:
+    """Puts these tokens (spelling, id) before and behind a text. By JSON, since a spelling may hold the short form's `:`."""
+    added = dict(pair for pair in (bos, eos) if pair is not None)
+    if not added:
+        return None
+    text: dict[str, Any] = {"Sequence": {"id": "A", "type_id": 0}}
+    single = [{"SpecialToken": {"id": bos[0], "type_id": 0}}] if bos is not None else []
+    single = [*single, text, *([{"SpecialToken": {"id": eos[0], "type_id": 0}}] if eos is not None else [])]
+    special = {spelling: {"id": spelling, "ids": [i], "tokens": [spelling]} for spelling, i in added.items()}
+    pair = [*single, {"Sequence": {"id": "B", "type_id": 1}}]
+    component = {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": special}
+    built: processors.PostProcessor = with_components(models.BPE(), {"post_processor": component}).post_processor
+    return built

@@ -117,8 +117,10 @@ class Tokenizer:
     @cached_property
     def _added_around(self) -> tuple[list[int], list[int]]:
         """What the post-processor puts before and behind a text."""
-        bare = self._backend.encode("a", add_special_tokens=False).ids
-        full = self._backend.encode("a", add_special_tokens=True).ids
+        # A probe that some vocabulary lacks gives no ids to look for.
+        encode = self._backend.encode
+        probe = next((c for c in ("a", "0", " ", "\n") if encode(c, add_special_tokens=False).ids), "")
+        bare, full = encode(probe, add_special_tokens=False).ids, encode(probe, add_special_tokens=True).ids
         for start in range(len(full) - len(bare) + 1):
             if full[start : start + len(bare)] == bare:
                 return full[:start], full[start + len(bare) :]

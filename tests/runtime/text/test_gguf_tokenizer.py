@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from phloem.runtime.errors import ModelLoadError, UnsupportedModelError
+from phloem.runtime.errors import ModelLoadError, PhloemError, UnsupportedModelError
 from phloem.runtime.text.gguf_tokenizer import parts_from_gguf
 from phloem.runtime.text.tokenizer import Tokenizer
 
@@ -89,6 +89,14 @@ def test_bos_is_added_as_the_file_says_else_as_its_kind_does(
     assert tokenizer.encode("x", add_special_tokens=False) == tokenizer.encode("x")[-1:]
 
 
+def test_any_spelling_can_be_bos(byte_metadata: Make) -> None:
+    for spelling in ("<s:1>", "$A", "a:b:c", "日本"):
+        metadata = byte_metadata(extra=[(spelling, 3), ("$B:1", 3)], bos_token_id=256, eos_token_id=257, add_bos_token=True)
+        metadata["tokenizer.ggml.add_eos_token"] = True
+        tokenizer = Tokenizer.from_gguf_metadata(metadata)
+        assert [tokenizer.id_to_token(i) for i in tokenizer.encode("x")] == [spelling, "x", "$B:1"]
+
+
 def test_end_ids_are_those_of_sequence_turn_and_message(byte_metadata: Make) -> None:
     extra = [("<eos>", 3), ("<eot>", 3), ("<eom>", 3)]
     metadata = byte_metadata(extra=extra, eos_token_id=256, eot_token_id=257, eom_token_id=258)
@@ -107,10 +115,18 @@ BROKEN: list[tuple[str, Any, type[Exception], str]] = [
     ("pre", "nonesuch", UnsupportedModelError, "'nonesuch'"),
     ("tokens", None, ModelLoadError, r"tokenizer\.ggml\.tokens is missing"),
     ("tokens", "abc", ModelLoadError, r"tokenizer\.ggml\.tokens is missing or not a list"),
-    ("token_type", [1, 1], ModelLoadError, "but 2 token types"),
+    ("tokens", ["a", 5], ModelLoadError, r"tokenizer\.ggml\.tokens holds 5"),
+    ("tokens", [], ModelLoadError, r"tokenizer\.ggml\.tokens"),
+    ("token_type", ["x"] * 257, ModelLoadError, r"tokenizer\.ggml\.token_type holds 'x'"),
+    ("merges", [5], ModelLoadError, r"tokenizer\.ggml\.merges holds 5"),
+    ("bos_token_id", "x", ModelLoadError, "bos_token_id is x"),
+    ("token_type", [1, 1], ModelLoadError, r"2 entries in tokenizer\.ggml\.token_type"),
     ("merges", None, ModelLoadError, r"tokenizer\.ggml\.merges"),
     ("merges", ["nospace"], ModelLoadError, "'nospace'"),
-    ("merges", ["q zz"], ModelLoadError, "do not fit together"),
+    ("merges", ["q zz"], ModelLoadError, "'q zz' does not join"),
+    ("merges", ["a c"], ModelLoadError, "'a c' does not join"),
+    ("merges", ["a "], ModelLoadError, "'a ' does not join"),
+    ("bos_token_id", True, ModelLoadError, "bos_token_id is True"),
     ("bos_token_id", 10_000, ModelLoadError, "bos_token_id is 10000"),
     ("eos_token_id", -1, ModelLoadError, "eos_token_id is -1"),
     ("add_bos_token", True, ModelLoadError, "no tokenizer.ggml.bos_token_id"),
@@ -127,8 +143,31 @@ def test_broken_metadata_is_an_error_that_names_the_key(
     assert "model.gguf" in str(caught.value) or key == "pre"
 
 
+WEIRD: list[Any] = [
+    None, 0, -1, 1.5, float("nan"), "", "x", "\0", [], [1], ["a"], ["a b"] * 3, [None], {}, True, 2**40, b"x",
+    ["a"] * 258, [7] * 258, [-1] * 258, [True] * 258, ["é ü"], [" "], ["a b c"], ["<s> a"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+def test_any_value_at_any_key_is_a_tokenizer_or_an_error_of_ours(byte_metadata: Make, model: str) -> None:
+    """The library panics (no Exception) on some of these; a damaged file must not reach it."""
+    sound = byte_metadata(extra=[("<s>", 3)], bos_token_id=256, add_bos_token=True, scores=[0.0] * 258, chat_template="x")
+    sound["tokenizer.ggml.model"] = model
+    built = 0
+    for key in sound:
+        for value in WEIRD:
+            try:
+                tokenizer = Tokenizer.from_gguf_metadata({**sound, key: value})
+            except PhloemError:
+                continue
+            tokenizer.decode(tokenizer.encode("hello <s> ab é"))
+            built += 1
+    assert 0 < built < len(sound) * len(WEIRD)
+
+
 def test_sentencepiece_needs_a_score_for_each_token(spm_metadata: Make) -> None:
-    with pytest.raises(ModelLoadError, match="1 scores"):
+    with pytest.raises(ModelLoadError, match="1 entries"):
         parts_from_gguf({**spm_metadata(), "tokenizer.ggml.scores": [0.0]})
     with pytest.raises(UnsupportedModelError, match="normalises"):
         parts_from_gguf({**spm_metadata(), "tokenizer.ggml.remove_extra_whitespaces": True})
