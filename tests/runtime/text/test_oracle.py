@@ -12,7 +12,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from phloem.runtime.errors import ModelLoadError
-from phloem.runtime.text.chat import encode_chat, render_chat
+from phloem.runtime.text.chat import Marks, _encode_marked, encode_chat, render_chat
 from phloem.runtime.text.tokenizer import Tokenizer
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "text"
@@ -156,6 +156,8 @@ def test_chats_equal(pair: tuple[Tokenizer, Any], templates: dict[str, str], nam
         assert render_chat(ours, messages, template=template, variables=thinking, **options) == rendered
         ids = theirs.apply_chat_template(messages, chat_template=template, return_dict=False, **options, **thinking)
         assert encode_chat(ours, messages, template=template, variables=thinking, **options) == ids
+        # Run by run, as where contents spell control tokens: the same ids (lang H3).
+        assert list(_encode_marked(ours, rendered, Marks(ours, "\uf0f0", "\uf0f1"))) == ids
 
 
 def test_a_directory_without_tokenizer_json_is_converted(auto: Any, tmp_path: Path) -> None:
