@@ -196,7 +196,7 @@ class PrefixCache:
                 continue
             pages: list[int] = grant.table[grant.num_shared : grant.num_shared + n].tolist()
             tree.begun[pages[0]] = max(0, grant.written - at)
-            self._move(grant, tree.append(grant.lease, tokens, pages, step, grant))
+            self._move(grant, tree.append(grant.lease, tokens, pages, step))
             grant.num_shared += n
 
     def _share(self, grant: Grant, match: Match) -> None:

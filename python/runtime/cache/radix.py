@@ -225,18 +225,12 @@ class RadixTree:
 
     # --------------------------------------------------------------------------------------------------------- writing
 
-    def append(self, node: Node, tokens: bytes, pages: list[int], step: int, owner: OpenPage) -> Node:
-        """Hang whole pages below `node`, which `owner` leases; returns the node to which that lease has moved."""
+    def append(self, node: Node, tokens: bytes, pages: list[int], step: int) -> Node:
+        """Hang whole pages below `node`, which the caller leases; returns the node to which that lease has moved."""
         first = tokens[: self.page_bytes]
         assert first not in node.children and len(tokens) == len(pages) * self.page_bytes
         self.num_pages += len(pages)
-        if (
-            node.pins == 1
-            and node.parent is not None
-            and not node.children
-            and len(node.open) == (owner in node.open)
-            and len(node.pages) < MAX_GROWN_PAGES
-        ):
+        if node.pins == 1 and node.parent is not None and not node.children and len(node.pages) < MAX_GROWN_PAGES:
             node.tokens += tokens
             node.pages += pages
             node.steps += [step] * len(pages)

@@ -58,6 +58,7 @@ class WaitingQueue:
         if self.by_prefix:
             self._match(place)
         heapq.heappush(self._order, (-place.cached, sequence.rank))
+        self._compact()
 
     def discard(self, sequence: Sequence) -> None:
         sequence.queued = False
@@ -123,6 +124,13 @@ class WaitingQueue:
             self._match(place)
             if place.cached != before:
                 heapq.heappush(self._order, (-place.cached, place.sequence.rank))
+        self._compact()
+
+    def _compact(self) -> None:
+        """Entries that were overtaken stay in a heap until they reach its top."""
+        if len(self._ages) > 4 * len(self.fresh) + 64:
+            self._ages = [(place.sequence.served_before, rank) for rank, place in self.fresh.items()]
+            heapq.heapify(self._ages)
         if len(self._order) > 4 * len(self.fresh) + 64:
             self._order = [(-place.cached, rank) for rank, place in self.fresh.items()]
             heapq.heapify(self._order)

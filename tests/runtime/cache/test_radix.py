@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from phloem.runtime.cache import radix
 from phloem.runtime.cache.pages import PagePool
 from phloem.runtime.cache.radix import RadixTree, common_run
 from tests.runtime.cache.tree_model import Owner, Pair, Path, pack, random_operation
@@ -86,6 +87,11 @@ def test_a_long_run_of_operations_agrees_with_a_dict_of_prefixes() -> None:
     run_long(20_000, seed=1)
 
 
+def test_edges_that_may_not_grow_become_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(radix, "MAX_GROWN_PAGES", 1)
+    run_long(3000, seed=3)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 def test_a_million_operations_agree_with_a_dict_of_prefixes() -> None:
@@ -101,7 +107,7 @@ def insert(tree: RadixTree, tokens: tuple[int, ...], step: int = 1) -> list[int]
     rest = tokens[len(match.pages) * tree.page_size :]
     pages = tree.pool.take(len(rest) // tree.page_size)
     if pages:
-        lease = tree.append(lease, pack(rest[: len(pages) * tree.page_size]), pages, step, Owner(b"", -1))
+        lease = tree.append(lease, pack(rest[: len(pages) * tree.page_size]), pages, step)
     tree.unpin(lease)
     return pages
 

@@ -142,24 +142,19 @@ class Pair:
         ids = self.pool.take(n)
         n = len(ids)
         end = found
-        owner = Owner(b"", -1)
-        node.open[owner] = None
         if n:
-            new = self.tree.append(node, pack(rest[: n * self.size]), ids, self.step, owner)
+            new = self.tree.append(node, pack(rest[: n * self.size]), ids, self.step)
             for k, page in enumerate(ids, 1):
                 end = (path[0], found[1] + rest[: k * self.size])
                 self.pages[end] = Page(page, self.step, 0)
             self.touch(end)
             if new is not node:
                 self.touch(found)
-                del node.open[owner]
-                new.open[owner] = None
             self.leases[-1] = Lease(new, end)
             node = new
         tail = rest[n * self.size :][: self.size - 1]
         if with_tail and tail and self.pool.free:
             self._add_tail(node, end, tail)
-        del node.open[owner]
         if not keep:
             self.release(len(self.leases) - 1)
 
