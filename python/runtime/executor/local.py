@@ -176,11 +176,12 @@ class LocalExecutor:
             packed = pack(part.rows, copies, self.page_size, self.num_pages)
             ticket.parts.append(_Forward(part, packed, *_scores(part, packed)))
             copies = []
+        # A row all of whose logits have targets is not there to draw from.
+        rows = [b for b, row in enumerate(plan.rows) if row.end - first_logit(row) > len(row.targets)]
         if len(parts) == 1:
             indptr = ticket.parts[0].packed.logit_indptr
-            ticket.draw_rows = {b: indptr[b + 1] - 1 for b in range(len(plan.rows)) if indptr[b + 1] > indptr[b]}
+            ticket.draw_rows = {b: indptr[b + 1] - 1 for b in rows}
         else:
-            rows = [b for b, row in enumerate(plan.rows) if row.end - first_logit(row) > len(row.targets)]
             ticket.draw_rows = {b: i for i, b in enumerate(rows)}
 
     def _run(self, job: Job) -> None:

@@ -155,17 +155,18 @@ def test_overlap_runs_elsewhere_and_launch_returns_at_once(make):
 def test_a_plan_changed_after_launch_changes_nothing(device, make):
     executor, runner = make(overlap=True)
     runner.gate = threading.Event()
-    tokens, pages, block = [1, 2], pages_of(0), []
+    tokens, pages, block, targets = [1, 2], pages_of(0), [], [2]
     masks = np.full((1, 3), -1, np.int32)
-    ticket = executor.launch(StepPlan(0, [Row("r0", 0, 0, tokens, pages, logits_from=1)]))
+    ticket = executor.launch(StepPlan(0, [Row("r0", 0, 0, tokens, pages, logits_from=0, targets=targets)]))
     history = [1, 2]
     spec = SampleSpec([draw_of(0, history, 2, mask=0, block=block)], masks)
     executor.sample(ticket, spec)
-    tokens[:], pages[:], masks[:] = [60, 61], 0, 0
+    tokens[:], pages[:], masks[:], targets[:] = [60, 61], 0, 0, [7]
     block.extend(range(VOCAB))
     runner.gate.set()
     result = executor.collect(ticket)
     assert [s.token for s in result.sampled] == [expected_token(device, (1, 2), 0, 0, GREEDY)]
+    assert [score.token_id for score in result.scored["r0"]] == [2]
     assert result.device_seconds > 0
 
 
@@ -265,9 +266,10 @@ def test_a_plan_that_cannot_be_packed_fails_in_order(make, overlap):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_spec_that_cannot_be_prepared_fails_its_step(make, overlap):
+@pytest.mark.parametrize("fields", [{"logits_from": 1}, {"logits_from": 0, "targets": [5]}], ids=["no logits", "all scored"])
+def test_a_spec_that_cannot_be_prepared_fails_its_step(make, overlap, fields):
     executor, _ = make(overlap)
-    ticket = executor.launch(StepPlan(0, [prompt_row(0, [1], logits_from=1)]))
+    ticket = executor.launch(StepPlan(0, [prompt_row(0, [1], **fields)]))
     executor.sample(ticket, SampleSpec([draw_of(0, [1], 1)]))
     assert "no logits to draw from" in str(executor.collect(ticket).failed)
 
