@@ -55,7 +55,7 @@ def soak(num_requests: int, seed: int, check_every: int) -> None:
     stats, core = d.core.stats(), d.core
     assert stats.preemptions > 0 and stats.evicted_pages > 0 and stats.aborted > 0 and stats.failed_steps > 0
     assert sum(stats.finished.values()) + stats.refused == num_requests
-    assert not core._live and not core._group_seeds and not core._compiling and not core._flying
+    assert not core._live and not core._seeds.groups and not core._compiling and not core._pipeline
     assert not core.scheduler.leaders and not core.scheduler.waiting and not core.scheduler.queue.fresh
     core.scheduler.cache.holds.drop()
     d.assert_no_leak()

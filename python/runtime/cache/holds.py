@@ -15,10 +15,11 @@ __all__ = ["Hold", "HoldBook"]
 
 @dataclass(slots=True)
 class Hold:
-    """One pin on `node`. `until`: when it lapses, on the caller's clock."""
+    """One pin on `node` for `ttl` seconds. `until`: when it lapses; None until the clock was first told."""
 
     node: Node
-    until: float
+    ttl: float
+    until: float | None = None
 
 
 class HoldBook:
@@ -33,10 +34,10 @@ class HoldBook:
     def __len__(self) -> int:
         return len(self.holds)
 
-    def take_over(self, name: str, node: Node, until: float) -> None:
+    def take_over(self, name: str, node: Node, ttl: float) -> None:
         """The pin on `node` that the caller has becomes a hold. A hold of the same name is replaced."""
         self.release(name)
-        self.holds[name] = Hold(node, until)
+        self.holds[name] = Hold(node, ttl)
         while self.holds and self.num_pages() > self.max_pages:
             self.break_oldest()
 
@@ -57,6 +58,14 @@ class HoldBook:
     def drop(self, doomed: Callable[[Hold], bool] = lambda hold: True) -> None:
         for name in [name for name, hold in self.holds.items() if doomed(hold)]:
             self.release(name)
+
+    def expire(self, now: float) -> None:
+        """Those whose time is over end."""
+        for hold in self.holds.values():
+            if hold.until is None:
+                hold.until = now + hold.ttl
+        if self.holds:
+            self.drop(lambda hold: hold.until is not None and hold.until <= now)
 
     def num_pages(self) -> int:
         """Pages under any hold, each counted once. Walks the paths: holds are few."""

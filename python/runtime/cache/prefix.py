@@ -247,7 +247,7 @@ class PrefixCache:
 
     # --------------------------------------------------------------------------------------------------------- answers
 
-    def hold(self, name: str, root: Hashable, key: bytes, until: float) -> int:
+    def hold(self, name: str, root: Hashable, key: bytes, ttl: float) -> int:
         """Pin what is cached of `key`, its tail too; how many tokens that is (R7)."""
         match = self.tree.match(self.tree.root(root), key)
         num_tokens = len(match.pages) * self.page_size
@@ -255,7 +255,7 @@ class PrefixCache:
         if tail is not None:
             match, num_tokens = Match(tail, 1, tail.pages), len(key) // TOKEN_BYTES
         if match.pages:
-            self.holds.take_over(name, self.tree.pin(match), until)
+            self.holds.take_over(name, self.tree.pin(match), ttl)
         return num_tokens
 
     def explain(self, root: Hashable, key: bytes, step: int) -> Explanation:

@@ -12,45 +12,28 @@ request ends in exactly one final delta (S6). A failed forward voids its steps, 
 
 from __future__ import annotations
 
-import random
 from array import array
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from phloem.runtime.cache.prefix import Explanation, PrefixCache
+from phloem.runtime.engine.compiling import Compiling, GrammarService, PendingCursor
 from phloem.runtime.engine.door import check_request, pages_needed
+from phloem.runtime.engine.outputs import final_deltas, new_deltas, refusal
+from phloem.runtime.engine.pipeline import Pipeline
+from phloem.runtime.engine.seeds import Seeds
 from phloem.runtime.engine.stats import EngineStats, collect_stats
-from phloem.runtime.errors import EngineBusyError, EngineClosedError, EngineDeadError, GrammarError, InvalidRequestError
-from phloem.runtime.executor.base import Executor, Ticket
-from phloem.runtime.request import OutputDelta, Request, Usage
+from phloem.runtime.errors import EngineBusyError, EngineClosedError, EngineDeadError, InvalidRequestError
+from phloem.runtime.executor.base import Executor
+from phloem.runtime.request import OutputDelta, Request
 from phloem.runtime.scheduler import audit
-from phloem.runtime.scheduler.flight import Flight, wire_error
+from phloem.runtime.scheduler.flight import Flight
 from phloem.runtime.scheduler.scheduler import Scheduler
-from phloem.runtime.scheduler.sequence import Cursor, Sequence
-from phloem.runtime.step import StepResult
+from phloem.runtime.scheduler.sequence import Sequence
 
 __all__ = ["CoreSettings", "EngineCore", "EngineStats", "Explanation", "GrammarService", "PendingCursor"]
 
 MAX_SAME_FAILURES = 3  # a forward that fails so often in a row with the same error will not get better
-
-
-class PendingCursor(Protocol):
-    """A grammar that compiles off the loop."""
-
-    def ready(self) -> bool: ...
-    def cursor(self) -> Cursor:
-        """Once ready. Raises a PhloemError if the grammar is of no use."""
-
-    def cancel(self) -> None: ...
-
-
-class GrammarService(Protocol):
-    """What turns a request's GrammarSpec into a cursor. eos_id: the tokenizer's own end token (J8)."""
-
-    @property
-    def eos_id(self) -> int | None: ...
-    def begin(self, request: Request) -> PendingCursor:
-        """Start compiling. Raises a PhloemError at once for what is refused at the door."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,21 +66,12 @@ class _Ends:
     grammar_eos: int | None
 
 
-@dataclass(slots=True)
-class _Launched:
-    flight: Flight
-    ticket: Ticket | None
-    error: Exception | None = None  # launching or drawing raised: the step is void
-
-
 class EngineCore:
     """See the module's drawing. Not thread-safe: one thread calls it."""
 
     def __init__(self, settings: CoreSettings, executor: Executor, *, grammar: GrammarService | None = None) -> None:
-        self.settings = settings
+        s = self.settings = settings
         self.executor = executor
-        self.grammar = grammar
-        s = settings
         cache = PrefixCache(s.page_size, s.num_pages, enabled=s.cache_enabled, max_held_pages=int(s.num_pages * s.hold_share))
         self.scheduler = Scheduler(
             cache,
@@ -107,19 +81,20 @@ class EngineCore:
             max_wait=s.max_wait,
             vocab_size=s.vocab_size,
             width=s.width,
+            hold_ttl=s.hold_ttl,
         )
         self.closed = False
+        self.last_violation: AssertionError | None = None  # of our own invariants: a bug to report
+        self._pipeline = Pipeline(executor)
+        self._compiling = Compiling(grammar, self.scheduler)
+        self._seeds = Seeds(s.seed)
         self._ends = _Ends(s.eos_ids, grammar.eos_id if grammar is not None else None)
         self._live: dict[str, Sequence] = {}
-        self._compiling: dict[Sequence, PendingCursor] = {}
+        self._new: list[Sequence] = []  # added since the last step, which tells them the time
         self._deltas: list[OutputDelta] = []
-        self._flying: list[_Launched] = []  # launched and not committed: at most two
-        self._seeds = random.Random(s.seed)
-        self._group_seeds: dict[str, tuple[int, set[Sequence]]] = {}
         self._now = 0.0
         self._steps = self._requests = self._refused = self._forced = self._dropped = self._violations = 0
         self._last_failure, self._same_failures = "", 0
-        self.last_violation: AssertionError | None = None
 
     # ------------------------------------------------------------------------------------------------------ requests in
 
@@ -136,61 +111,20 @@ class EngineCore:
                     code="duplicate_request_id",
                 )
             tokens, max_tokens = check_request(request, self.settings)
-            pending = self._begin_grammar(request)
+            pending = self._compiling.begin(request)
         except Exception as error:  # whatever an odd request makes our checks raise is that request's own
-            self._refuse(request, error)
+            self._refused += 1
+            self._deltas.append(refusal(request, error, self.scheduler.version))
             return
         q = Sequence(request, tokens, max_tokens, 0, self._ends)
-        q.seed = self._seed(q)
+        q.seed = self._seeds.seed_of(q)
         q.need_pages = pages_needed(q.num_prompt, max_tokens, self.settings.page_size)
-        q.arrived_at = self._now
         self._live[request.id] = q
+        self._new.append(q)
         if pending is not None:
-            q.compiling = True
-            self._compiling[q] = pending
+            self._compiling.wait_for(q, pending)
         self.scheduler.add(q)
-        self._poll_grammars()
-
-    def _refuse(self, request: Request, error: Exception) -> None:
-        self._refused += 1
-        usage = Usage(prompt_tokens=len(request.token_ids) if isinstance(request.token_ids, (tuple, list)) else 0)
-        delta = OutputDelta(str(request.id), finish_reason="error", usage=usage, error=wire_error(error))
-        delta.weights_version = self.scheduler.version
-        self._deltas.append(delta)
-
-    def _begin_grammar(self, request: Request) -> PendingCursor | None:
-        if request.grammar is None:
-            return None
-        if self.grammar is None:
-            raise GrammarError("this engine was built without grammars; leave the constraint out.", param="grammar")
-        return self.grammar.begin(request)
-
-    def _poll_grammars(self) -> None:
-        for q, pending in list(self._compiling.items()):
-            if not pending.ready():
-                continue
-            del self._compiling[q]
-            q.compiling = False
-            try:
-                q.cursor = pending.cursor()
-            except Exception as error:  # never seen by the loop: the request gets its Output (C6)
-                self.scheduler.fail(q, error)
-            else:
-                self.scheduler.start(q)
-
-    def _seed(self, q: Sequence) -> int:
-        """The request's own, or one drawn; samples of a group without one share what was drawn for the first."""
-        own, group = q.request.sampling.seed, q.request.group
-        if own is not None:
-            return own
-        if group is None or group not in self._group_seeds:
-            drawn = self._seeds.getrandbits(63)
-            if group is None:
-                return drawn
-            self._group_seeds[group] = (drawn, set())
-        seed, members = self._group_seeds[group]
-        members.add(q)
-        return seed
+        self._compiling.poll()
 
     def abort(self, request_id: str) -> None:
         """End it now, in any state (S5). An id that is not live is ignored."""
@@ -211,12 +145,12 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._live or self._flying or self._deltas)
+        return bool(self._live or self._pipeline or self._deltas)
 
     @property
     def is_blocked(self) -> bool:
         """All there is to do is to wait for grammars that compile elsewhere: the caller may sleep a little."""
-        return bool(self._compiling) and len(self._compiling) == len(self._live) and not self._flying and not self._deltas
+        return 0 < len(self._compiling) == len(self._live) and not self._pipeline and not self._deltas
 
     def step(self, now: float = 0.0) -> list[OutputDelta]:
         """One step of the loop; what there is to say after it. `now`: seconds of any clock that never goes back."""
@@ -230,85 +164,47 @@ class EngineCore:
             self._recover(error)
         return self.drain()
 
-    def _step(self) -> None:
-        flight = self.scheduler.plan()
-        planned = bool(flight.plan.rows)
-        if not planned and not self._flying:
-            assert self.scheduler.is_idle(), "nothing is planned or in flight, and somebody is ready"
-        if planned:
-            self._flying.append(self._launch(flight))
-        self.scheduler.cache.launched()
-        if self._commit(keep=int(planned)) and planned:
-            self._draw(self._flying[-1])
-            if not self.settings.overlap:
-                self._commit(keep=0)
-
-    def drain(self) -> list[OutputDelta]:
-        """What there is to say now, without a step."""
-        for q in self.scheduler.touched:
-            if q.state != "done":
-                self._emit(q)
-        self.scheduler.touched.clear()
-        for q in self.scheduler.ended:
-            self._emit_final(q)
-        self.scheduler.ended.clear()
-        deltas, self._deltas = self._deltas, []
-        return deltas
-
     def _begin(self, now: float) -> None:
         self._now = now
         self._steps += 1
-        holds = self.scheduler.cache.holds
-        self.scheduler.hold_until = now + self.settings.hold_ttl
-        if len(holds):
-            holds.drop(lambda hold: hold.until <= now)
-        if self._compiling:
-            self._poll_grammars()
+        for q in self._new:
+            q.arrived_at = now
+        self._new.clear()
+        self.scheduler.cache.holds.expire(now)
+        self._compiling.poll()
         if self.scheduler.gate and not self.scheduler.any_started():
             self._commit(keep=0)
             self.scheduler.change_weights()
 
-    def _launch(self, flight: Flight) -> _Launched:
-        try:
-            return _Launched(flight, self.executor.launch(flight.plan))
-        except Exception as error:
-            return _Launched(flight, None, error)
-
-    def _draw(self, launched: _Launched) -> None:
-        if launched.ticket is None:
-            return
-        spec = self.scheduler.sample_spec(launched.flight)
-        if spec.rows:
-            try:
-                self.executor.sample(launched.ticket, spec)
-            except Exception as error:
-                launched.error = error
-
-    def _collect(self, launched: _Launched) -> StepResult:
-        step = launched.flight.plan.step
-        if launched.ticket is None:
-            return StepResult(step, failed=launched.error)
-        try:
-            result = self.executor.collect(launched.ticket)
-        except Exception as error:
-            return StepResult(step, failed=error)
-        return StepResult(step, failed=launched.error) if launched.error is not None else result
+    def _step(self) -> None:
+        flight = self.scheduler.plan()
+        planned = bool(flight.plan.rows)
+        if not planned and not self._pipeline:
+            assert self.scheduler.is_idle(), "nothing is planned or in flight, and somebody is ready"
+        if planned:
+            self._pipeline.launch(flight)
+        self.scheduler.cache.launched()
+        if self._commit(keep=int(planned)) and planned:
+            newest = self._pipeline.newest()
+            if newest is not None:
+                self._pipeline.sample(self.scheduler.sample_spec(newest))
+            if not self.settings.overlap:
+                self._commit(keep=0)
 
     def _commit(self, keep: int) -> bool:
         """Apply what the device did, but for the last `keep` steps. False: a forward failed, and all launched since is void."""
-        while len(self._flying) > keep:
-            launched = self._flying.pop(0)
-            result = self._collect(launched)
+        while len(self._pipeline) > keep:
+            flight, result = self._pipeline.collect()
             if result.failed is not None:
-                self._void(launched, result.failed)
+                self._void(flight, result.failed)
                 return False
             self._same_failures = 0
-            self.scheduler.commit(launched.flight, result)
+            self.scheduler.commit(flight, result)
         return True
 
-    def _void(self, first: _Launched, error: Exception) -> None:
-        flights = [first.flight, *self._land()]
-        self.scheduler.forward_failed(flights)
+    def _void(self, flight: Flight, error: Exception) -> None:
+        """That forward failed. Its rows are planned again; if that does not help, their requests end (R5)."""
+        self.scheduler.forward_failed([flight, *self._pipeline.land()])
         failure = f"{type(error).__name__}: {error}"
         self._same_failures = self._same_failures + 1 if failure == self._last_failure else 1
         self._last_failure = failure
@@ -321,65 +217,38 @@ class EngineCore:
             return
         if self._same_failures >= MAX_SAME_FAILURES:
             self._same_failures = 0
-            for q in first.flight.sequences:
+            for q in flight.sequences:
                 self.scheduler.fail(q, error)
-
-    def _land(self) -> list[Flight]:
-        """Wait for everything in flight, and forget what it did."""
-        flights = [launched.flight for launched in self._flying]
-        for launched in self._flying:
-            self._collect(launched)
-        self._flying.clear()
-        return flights
 
     def _recover(self, error: AssertionError) -> None:
         self._violations += 1
         self.last_violation = error
-        self.scheduler.void(self._land())
+        self._pipeline.land()
         for q in self._live.values():  # rows of a plan that was never launched, too
             q.in_flight, q.drawing = 0, False
         audit.rebuild(self.scheduler)
 
-    # ------------------------------------------------------------------------------------------------------ outputs out
+    def drain(self) -> list[OutputDelta]:
+        """What there is to say now, without a step."""
+        version = self.scheduler.version
+        for q in self.scheduler.touched:
+            if q.state != "done":
+                self._deltas += new_deltas(q, version)
+        self.scheduler.touched.clear()
+        for q in self.scheduler.ended:
+            self._deltas += final_deltas(q, version)
+            self._forget(q)
+        self.scheduler.ended.clear()
+        deltas, self._deltas = self._deltas, []
+        return deltas
 
-    def _emit(self, q: Sequence, finish: bool = False) -> None:
-        ready = q.num_ready()
-        if ready == q.emitted and not q.prompt_logprobs and not finish:
-            return
-        first, q.emitted = q.emitted, max(ready, q.emitted)
-        versions = q.versions[first : q.emitted]
-        if versions and versions[0] != versions[-1]:  # a delta is of one version of the weights
-            q.emitted = first + versions.count(versions[0])
-        delta = OutputDelta(q.request.id, q.tokens[q.num_prompt + first : q.num_prompt + q.emitted])
-        delta.seed, delta.weights_version = q.seed, versions[0] if versions else self.scheduler.version
-        if q.keeps_logprobs:
-            delta.logprobs = [logprob for logprob in q.logprobs[first : q.emitted] if logprob is not None]
-        if q.prompt_logprobs:
-            delta.prompt_logprobs, q.prompt_logprobs = q.prompt_logprobs, []
-        self._deltas.append(delta)
-        if q.emitted < ready:
-            self._emit(q, finish)
-
-    def _emit_final(self, q: Sequence) -> None:
-        """Tokens come with it only if the request ended by itself: none is emitted after an abort, a stop or an error."""
-        if q.finish in ("abort", "error", "stop_string"):
-            self._deltas.append(OutputDelta(q.request.id, seed=q.seed, weights_version=self.scheduler.version))
-        else:
-            self._emit(q, finish=True)
-        self._dropped += q.num_new - q.emitted if q.finish != "stop_string" else 0
+    def _forget(self, q: Sequence) -> None:
+        if q.finish != "stop_string":  # `stop` has counted its own
+            self._dropped += q.num_new - q.emitted
         self._forced += q.num_forced()
-        delta = self._deltas[-1]
-        delta.finish_reason, delta.error = q.finish, q.error
-        delta.usage = Usage(q.num_prompt, q.cached_tokens or 0, q.emitted, q.num_forced())
         del self._live[q.request.id]
-        pending = self._compiling.pop(q, None)
-        if pending is not None:
-            pending.cancel()
-        group = self._group_seeds.get(q.request.group or "")
-        if group is not None:
-            group[1].discard(q)
-            if not group[1]:
-                del self._group_seeds[q.request.group or ""]
+        self._compiling.forget(q)
+        self._seeds.forget(q)
 
     # ---------------------------------------------------------------------------------------------------------- control
 
@@ -413,8 +282,8 @@ class EngineCore:
         """Pin what is cached of these tokens (R7); how many that is. Ends by `release`, after `ttl` seconds, or under want."""
         if not self.settings.cache_enabled:
             return 0
-        until = self._now + (self.settings.hold_ttl if ttl is None else ttl)
-        return self.scheduler.cache.hold(name, (namespace, self.scheduler.version), _key(token_ids), until)
+        ttl = self.settings.hold_ttl if ttl is None else ttl
+        return self.scheduler.cache.hold(name, (namespace, self.scheduler.version), _key(token_ids), ttl)
 
     def release(self, name: str) -> bool:
         """End a hold, by its name or by the id of the request that asked for it. False: there is none, or no more."""
@@ -449,14 +318,14 @@ class EngineCore:
         audit.check(self.scheduler)
 
     def close(self) -> None:
-        """Abort what lives, wait for the device, let go of it. The last deltas come from `drain`. Idempotent."""
+        """Abort what lives, wait for the device, let go of it. The last deltas come from `drain`. May be called again."""
         if not self.closed:
             for q in list(self._live.values()):
                 if q.state != "done":
                     self.scheduler.finish(q, "abort")
-            self._land()
+            self._pipeline.land()
             self.closed = True
-            self.executor.close()
+        self.executor.close()
 
 
 def _key(token_ids: list[int]) -> bytes:

@@ -44,10 +44,12 @@ class Scheduler:
         max_wait: int,
         vocab_size: int,
         width: int,
+        hold_ttl: float = 600.0,
     ) -> None:
         self.cache = cache
         self.page_size = cache.page_size
         self.max_running, self.max_step_tokens, self.policy = max_running, max_step_tokens, policy
+        self.hold_ttl = hold_ttl
         self.queue = WaitingQueue(cache, policy, max_wait, self.root_of)
         self.waiting: dict[Sequence, None] = {}
         self.running: list[Sequence] = []  # by rank
@@ -59,7 +61,6 @@ class Scheduler:
         self.counters = Counters()
         self.touched: dict[Sequence, None] = {}
         self.ended: list[Sequence] = []
-        self.hold_until = 0.0  # when a hold made now lapses; the core moves it
         self.words = (width + 31) // 32
         self.padding = tuple(range(vocab_size, width))  # ids that no token has
 
@@ -337,7 +338,7 @@ class Scheduler:
             if not self.cache.enabled:
                 self.cache.tree.drop_root(root)
             elif q.request.hold and reason not in ("abort", "error"):
-                self.cache.hold(q.request.id, root, bytes(q.key[: TOKEN_BYTES * upto]), self.hold_until)
+                self.cache.hold(q.request.id, root, bytes(q.key[: TOKEN_BYTES * upto]), self.hold_ttl)
         else:
             if not self.cache.enabled:
                 self.cache.tree.drop_root(self.root_of(q))

@@ -579,7 +579,7 @@ def test_samples_of_a_prompt_compute_it_once(overlap: bool) -> None:
     for i, name in enumerate(names):
         alone = cold(p, max_tokens=8, temperature=1.0, seed=seeds.copy().pop(), request={"sample": i})
         assert d.said[name].tokens == alone.tokens
-    assert not d.core.scheduler.leaders and not d.core._group_seeds
+    assert not d.core.scheduler.leaders and not d.core._seeds.groups
     d.assert_no_leak()
 
 
@@ -734,7 +734,7 @@ def test_stats_add_up() -> None:
     stats = d.core.stats()
     assert (stats.running, stats.waiting, stats.requests) == (2, 3, 5)
     assert stats.pages_free + stats.pages_tree + stats.pages_live == 64
-    assert stats.oldest_wait_seconds == 12.0 and stats.oldest_wait_tokens == d.core.scheduler.served
+    assert stats.oldest_wait_seconds == 2.0 and stats.oldest_wait_tokens == d.core.scheduler.served
     d.finish()
     stats = d.core.stats()
     assert stats.prefill_tokens + stats.cached_tokens == 100

@@ -1,0 +1,70 @@
+"""Sequences that wait for their grammar. Compiling happens elsewhere; the loop polls, and never sees what a compiler raises (C6)."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from phloem.runtime.errors import GrammarError
+from phloem.runtime.request import Request
+from phloem.runtime.scheduler.scheduler import Scheduler
+from phloem.runtime.scheduler.sequence import Cursor, Sequence
+
+__all__ = ["Compiling", "GrammarService", "PendingCursor"]
+
+
+class PendingCursor(Protocol):
+    """A grammar that compiles off the loop."""
+
+    def ready(self) -> bool: ...
+    def cursor(self) -> Cursor:
+        """Once ready. Raises a PhloemError if the grammar is of no use."""
+
+    def cancel(self) -> None: ...
+
+
+class GrammarService(Protocol):
+    """What turns a request's GrammarSpec into a cursor. eos_id: the tokenizer's own end token, appended by J8."""
+
+    @property
+    def eos_id(self) -> int | None: ...
+    def begin(self, request: Request) -> PendingCursor:
+        """Start compiling. Raises a PhloemError at once for what is refused at the door."""
+
+
+class Compiling:
+    def __init__(self, service: GrammarService | None, scheduler: Scheduler) -> None:
+        self.service, self.scheduler = service, scheduler
+        self.pending: dict[Sequence, PendingCursor] = {}
+
+    def __len__(self) -> int:
+        return len(self.pending)
+
+    def begin(self, request: Request) -> PendingCursor | None:
+        """None: the request has no grammar. Raises what the service refuses it with."""
+        if request.grammar is None:
+            return None
+        if self.service is None:
+            raise GrammarError("this engine was built without grammars; leave the constraint out.", param="grammar")
+        return self.service.begin(request)
+
+    def wait_for(self, q: Sequence, pending: PendingCursor) -> None:
+        q.compiling = True
+        self.pending[q] = pending
+
+    def poll(self) -> None:
+        for q, pending in list(self.pending.items()):
+            if not pending.ready():
+                continue
+            del self.pending[q]
+            q.compiling = False
+            try:
+                q.cursor = pending.cursor()
+            except Exception as error:
+                self.scheduler.fail(q, error)
+            else:
+                self.scheduler.start(q)
+
+    def forget(self, q: Sequence) -> None:
+        pending = self.pending.pop(q, None)
+        if pending is not None:
+            pending.cancel()
