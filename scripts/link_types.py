@@ -20,7 +20,8 @@ def main() -> None:
         if entry.name != "__pycache__":
             (target / entry.name).symlink_to(entry)
     for name in ("runtime", "lang"):
-        (target / name).symlink_to(ROOT / "python" / name)
+        if (ROOT / "python" / name).is_dir():
+            (target / name).symlink_to(ROOT / "python" / name)
 
 
 if __name__ == "__main__":
