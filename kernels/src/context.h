@@ -15,6 +15,8 @@ struct phloem_context {
   phloem::Pool pool;
   phloem::Memory memory;  // weights and buffers; what is left in it goes with the context
   phloem::Variant variant;
+  char* quants = nullptr;  // phloem_linear's quantised rows, kept from call to call
+  int64_t quants_bytes = 0;
   char error[512] = "";
 
   // Keeps the message for phloem_error() and returns the status: `return ctx->fail(PHLOEM_BAD_ARGUMENT, "...", ...)`.

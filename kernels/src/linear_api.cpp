@@ -142,16 +142,18 @@ PHLOEM_API int phloem_linear(phloem_context* context, const phloem_matrix* const
   args.bias = bias;
   args.residual = residual;
   args.residual_ld = residual_ld;
-  char* quants = nullptr;
   if (args.quantise) {
-    quants = static_cast<char*>(context->memory.allocate(static_cast<size_t>(PHLOEM_PICK(quant_rows_bytes, context->variant)(rows, args.k))));
-    if (quants == nullptr) return context->fail(PHLOEM_NO_MEMORY, "no memory to quantise %d rows of %d", rows, args.k);
-    PHLOEM_PICK(quant_rows_at, context->variant)(args.quant, quants, rows, args.k, args.parts, args.num_parts);
+    const int64_t bytes = PHLOEM_PICK(quant_rows_bytes, context->variant)(rows, args.k);
+    if (bytes > context->quants_bytes) {
+      context->memory.release(context->quants);
+      context->quants = static_cast<char*>(context->memory.allocate(static_cast<size_t>(bytes)));
+      context->quants_bytes = context->quants != nullptr ? bytes : 0;
+    }
+    if (context->quants == nullptr) return context->fail(PHLOEM_NO_MEMORY, "no memory to quantise %d rows of %d", rows, args.k);
+    PHLOEM_PICK(quant_rows_at, context->variant)(args.quant, context->quants, rows, args.k, args.parts, args.num_parts);
   }
   const auto run = PHLOEM_PICK(linear_run, context->variant);
-  const int status = context->run([&](Spmd& spmd) { run(args, spmd); });
-  context->memory.release(quants);
-  return status;
+  return context->run([&](Spmd& spmd) { run(args, spmd); });
 }
 
 PHLOEM_API int phloem_embed(phloem_context* context, const phloem_matrix* table, const int32_t* ids, int rows, float* y, int64_t y_ld) {

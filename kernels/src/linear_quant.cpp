@@ -36,19 +36,6 @@ PHLOEM_INLINE int32_t four_bytes(const void* p) {
   return v;
 }
 
-// acc + pairs of int16 products.
-PHLOEM_INLINE vi madd16(vi acc, vi a, vi b) {
-#if defined(PHLOEM_AVX512)
-  return acc + (vi)_mm512_madd_epi16((__m512i)a, (__m512i)b);
-#elif defined(PHLOEM_AVX2)
-  return acc + (vi)_mm256_madd_epi16((__m256i)a, (__m256i)b);
-#elif defined(__x86_64__)
-  return acc + (vi)_mm_madd_epi16((__m128i)a, (__m128i)b);
-#else
-  for (int i = 0; i < W; i++) acc[i] += (int16_t)(a[i] & 0xffff) * (int16_t)(b[i] & 0xffff) + (a[i] >> 16) * (b[i] >> 16);
-  return acc;
-#endif
-}
 // W pairs of int8, widened to int16 pairs.
 PHLOEM_INLINE vi widen_pairs(const char* p) {
 #if defined(PHLOEM_AVX512)
@@ -62,11 +49,7 @@ PHLOEM_INLINE vi widen_pairs(const char* p) {
 #endif
 }
 
-#if defined(PHLOEM_VNNI)
-PHLOEM_INLINE vi dot4(vi acc, vi unsigned_bytes, vi signed_bytes) {
-  return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)unsigned_bytes, (__m512i)signed_bytes);
-}
-#elif !defined(PHLOEM_GENERIC)
+#if !defined(PHLOEM_VNNI) && !defined(PHLOEM_GENERIC)
 PHLOEM_INLINE vi maddubs(vi unsigned_bytes, vi signed_bytes) {
 #if defined(PHLOEM_AVX512)
   return (vi)_mm512_maddubs_epi16((__m512i)unsigned_bytes, (__m512i)signed_bytes);

@@ -1,6 +1,8 @@
 // See memory.h.
 #include "memory.h"
 
+#include <cstring>
+
 #include <sys/mman.h>
 
 namespace phloem {
@@ -32,28 +34,47 @@ void* Memory::allocate(size_t bytes) {
   bytes = (bytes + 63) & ~size_t{63};
   if (bytes == 0) bytes = 64;
   const std::lock_guard<std::mutex> lock(mutex_);
-  for (Chunk& chunk : chunks_)
-    if (chunk.size - chunk.used >= bytes) {
-      char* p = chunk.base + chunk.used;
-      chunk.used += bytes;
-      chunk.live++;
-      return p;
-    }
-  const size_t size = bytes > kChunk ? (bytes + kHuge - 1) & ~(kHuge - 1) : kChunk;
-  char* base = map(size);
-  if (base == nullptr) return nullptr;
-  chunks_.push_back({base, size, bytes, 1});
-  return base;
+  for (size_t attempt = 0; attempt < 2; attempt++) {
+    for (Chunk& chunk : chunks_)
+      for (size_t i = 0; i < chunk.blocks.size(); i++) {
+        Block& block = chunk.blocks[i];
+        if (!block.free || block.size < bytes) continue;
+        char* p = chunk.base + block.offset;
+        if (!block.fresh) std::memset(p, 0, bytes);
+        const Block rest{block.offset + bytes, block.size - bytes, true, block.fresh};
+        block = {block.offset, bytes, false, false};
+        if (rest.size > 0) chunk.blocks.insert(chunk.blocks.begin() + static_cast<std::ptrdiff_t>(i) + 1, rest);
+        return p;
+      }
+    if (attempt > 0) break;
+    const size_t size = bytes > kChunk ? (bytes + kHuge - 1) & ~(kHuge - 1) : kChunk;
+    char* base = map(size);
+    if (base == nullptr) return nullptr;
+    chunks_.push_back({base, size, {{0, size, true, true}}});
+  }
+  return nullptr;
 }
 
 void Memory::release(void* p) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  for (size_t i = 0; i < chunks_.size(); i++) {
-    Chunk& chunk = chunks_[i];
+  for (size_t c = 0; c < chunks_.size(); c++) {
+    Chunk& chunk = chunks_[c];
     if (p < chunk.base || p >= chunk.base + chunk.size) continue;
-    if (--chunk.live == 0) {
+    std::vector<Block>& blocks = chunk.blocks;
+    for (size_t i = 0; i < blocks.size(); i++) {
+      if (chunk.base + blocks[i].offset != p) continue;
+      blocks[i].free = true;
+      // One free block of neighbours: fresh only if all of it is.
+      const size_t first = i > 0 && blocks[i - 1].free ? i - 1 : i;
+      const size_t last = i + 1 < blocks.size() && blocks[i + 1].free ? i + 1 : i;
+      blocks[first].size = blocks[last].offset + blocks[last].size - blocks[first].offset;
+      blocks[first].fresh = false;
+      blocks.erase(blocks.begin() + static_cast<std::ptrdiff_t>(first) + 1, blocks.begin() + static_cast<std::ptrdiff_t>(last) + 1);
+      break;
+    }
+    if (blocks.size() == 1 && blocks[0].free) {
       munmap(chunk.base, chunk.size);
-      chunks_.erase(chunks_.begin() + static_cast<std::ptrdiff_t>(i));
+      chunks_.erase(chunks_.begin() + static_cast<std::ptrdiff_t>(c));
     }
     return;
   }

@@ -1,6 +1,6 @@
 // Memory for weights and buffers: 2 MiB-aligned chunks that the system may back with huge pages (worth 10 % of a decode step).
 //
-//   chunk  [ matrix | matrix | matrix |  free → ]      64 MiB, or as long as one larger allocation
+//   chunk  [ matrix | matrix | free | matrix | free ]      64 MiB, or as long as one larger allocation
 //
 // Many matrices share a chunk, since rounding each to 2 MiB would waste more than the embedded model weighs. A chunk goes back
 // to the system when its last matrix does. Any thread may call: Python's collector releases from wherever it runs.
@@ -23,10 +23,14 @@ class Memory {
   void release(void* p);         // null is fine
 
  private:
+  struct Block {
+    size_t offset, size;
+    bool free, fresh;  // fresh: never handed out, so still zero
+  };
   struct Chunk {
     char* base;
-    size_t size, used;
-    int live;
+    size_t size;
+    std::vector<Block> blocks;  // ascending, without gaps
   };
   std::mutex mutex_;
   std::vector<Chunk> chunks_;

@@ -12,7 +12,7 @@ import ctypes
 import functools
 import sys
 from collections.abc import Callable
-from ctypes import POINTER, Structure, byref, c_char_p, c_float, c_int, c_int32, c_int64, c_size_t, c_void_p
+from ctypes import POINTER, Structure, byref, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_size_t, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +102,9 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "phloem_linear": (c_int, [c_void_p, POINTER(c_void_p), c_int, c_int, c_void_p, c_int64, c_int, c_void_p, c_void_p, c_int64, c_void_p, c_int64]),
     "phloem_embed": (c_int, [c_void_p, c_void_p, c_void_p, c_int, c_void_p, c_int64]),
     "phloem_rms_norm": (c_int, [c_void_p, c_void_p, c_int64, c_void_p, c_float, c_int, c_int, c_void_p, c_int64]),
+    "phloem_ceiling_read": (c_int, [c_void_p, c_void_p, c_int64]),
+    "phloem_ceiling_fma": (c_int, [c_void_p, c_int64, POINTER(c_double)]),
+    "phloem_ceiling_dot": (c_int, [c_void_p, c_int64, POINTER(c_double)]),
     "phloem_copy_pages": (c_int, [c_void_p, POINTER(c_void_p), c_int32, c_size_t, c_void_p, c_int32, c_int32]),
     "phloem_program_create": (c_int, [c_void_p, POINTER(Op), c_int32, POINTER(Limits), POINTER(Pages), POINTER(c_void_p)]),
     "phloem_program_destroy": (None, [c_void_p]),
