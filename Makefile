@@ -43,7 +43,7 @@ sanitize: $(VENV)/.ready-dev
 	$(BIN)/ctest --test-dir build/sanitize --output-on-failure
 
 bench: $(VENV)/.ready-dev
-	$(BIN)/python benchmarks/run_all.py
+	$(BIN)/python -m benchmarks.run_all
 
 serve: $(VENV)/.ready
 	@echo "The OpenAI-compatible server is not there yet; 'phloem chat' and 'phloem generate' are. See README.md."; exit 1
