@@ -5,9 +5,6 @@ main ── typer ── generate.py · chat.py · doctor.py · bench.py ── 
 
 from __future__ import annotations
 
-import os
-import sys
-
 import typer
 
 from phloem.cli import bench, chat, doctor, generate
@@ -29,11 +26,4 @@ for module in (generate, chat, bench, doctor):
 
 def main() -> None:
     """The entry point. Exit status: 0, 1 for an error, 2 for wrong usage, 130 after Ctrl-C, 141 when the reader went away."""
-    try:
-        app()
-    except BrokenPipeError:
-        # `phloem generate | head -1`: not an error. The interpreter flushes stdout once more on exit: give it somewhere to go.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    app()

@@ -20,10 +20,9 @@ __all__ = ["register"]
 
 
 def register(app: typer.Typer) -> None:
-    app.command("bench")(with_flags()(bench))
+    app.command("bench")(one_line_errors(with_flags()(bench)))
 
 
-@one_line_errors
 def bench(
     prompts: Annotated[int, typer.Option("--prompts", help="Prompts that run at once.", min=1)] = 8,
     prompt_tokens: Annotated[

@@ -21,10 +21,9 @@ REPLY_TOKENS = 1024  # where the context has the room: an answer should end by i
 
 
 def register(app: typer.Typer) -> None:
-    app.command("chat")(with_flags(sampling=True)(chat))
+    app.command("chat")(one_line_errors(with_flags(sampling=True)(chat)))
 
 
-@one_line_errors
 def chat(
     system: Annotated[
         str | None, typer.Option("--system", help="A system message for the conversation.", show_default=False)

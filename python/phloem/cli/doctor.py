@@ -26,10 +26,9 @@ FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni", "avx_vn
 
 
 def register(app: typer.Typer) -> None:
-    app.command("doctor")(with_flags()(doctor))
+    app.command("doctor")(one_line_errors(with_flags()(doctor)))
 
 
-@one_line_errors
 def doctor(debug: Annotated[bool, DEBUG] = False, *, engine: dict[str, Any]) -> None:
     """Check the machine, the kernels, the packages and the model. Takes the engine's flags, to try a configuration."""
     from phloem.runtime.config import make_config
@@ -112,8 +111,9 @@ def kernels() -> Findings:
 
 
 def model(config: Any) -> Findings:
+    from phloem.runtime.backends import create_backend
     from phloem.runtime.config import resolve
-    from phloem.runtime.engine.build import detect_hardware
+    from phloem.runtime.engine.build import detect_hardware, load_tokenizer
     from phloem.runtime.models.loader import open_model
 
     opened = open_model(config.model)
@@ -126,12 +126,17 @@ def model(config: Any) -> Findings:
             f"vocabulary {shape.vocabulary}, {opened.file_bytes / 2**20:.0f} MiB of weights in the file"
         ),
     )
+    tokenizer = load_tokenizer(opened)
+    template = "a chat template" if tokenizer.templates else "no chat template: `phloem chat` would refuse"
+    yield True, f"tokenizer: {tokenizer.vocab_size} tokens, {template}"
     resolved = resolve(
         config, detect_hardware(), model_context=shape.max_context, kv_bytes_per_token_f32=shape.kv_bytes_per_token_f32,
         weight_bytes=opened.file_bytes,
     )  # fmt: skip
     for line in resolved.arithmetic:
         yield True, line
+    create_backend(resolved.device, threads=1).close()
+    yield True, f"device: {resolved.device}, {resolved.threads} threads"
 
 
 Check = Callable[[], Findings]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +13,7 @@ from phloem.cli.flags import with_flags
 from phloem.cli.session import DEBUG, QUIET, batch_progress, fail, one_line_errors, open_engine
 
 if TYPE_CHECKING:
-    from phloem.runtime.request import Output
+    from phloem.runtime.request import Delta, Output, TokenLogprob
 
 __all__ = ["register"]
 
@@ -21,10 +21,9 @@ FORMATS = ("text", "json", "jsonl")
 
 
 def register(app: typer.Typer) -> None:
-    app.command("generate")(with_flags(sampling=True)(generate))
+    app.command("generate")(one_line_errors(with_flags(sampling=True)(generate)))
 
 
-@one_line_errors
 def generate(
     prompt: Annotated[
         str | None, typer.Argument(help="The prompt. Absent or '-': read from stdin.", show_default=False)
@@ -67,8 +66,6 @@ def generate(
         fail(f"--format is {format!r}; expected one of {', '.join(FORMATS)}.", status=2)
     if stream and format == "json":
         fail("--stream with --format json: one JSON value cannot be written piece by piece. Use jsonl or text.", status=2)
-    if format == "text" and (params.logprobs or params.prompt_logprobs is not None):
-        fail("logprobs are not text: add --format json or --format jsonl.", status=2)
     text = read_prompt(prompt, file)
     prompts = [line for line in text.splitlines() if line.strip()] if lines else [text]
     if stream and (len(prompts) > 1 or (n > 1 and format == "text")):
@@ -77,16 +74,20 @@ def generate(
         fail("the input has no line with a prompt.", status=2)
 
     with open_engine(engine, quiet) as session:
+
+        def spell(token_id: int) -> str:
+            return session.tokenizer.decode([token_id], skip_special_tokens=False)
+
         inputs = [[{"role": "user", "content": p}] for p in prompts] if chat else prompts
         if stream:
             one: Any = inputs[0]
             deltas = (session.stream_chat if chat else session.stream)(one, params, n=n, timeout=timeout)
-            write_stream(deltas, format)
+            write_stream(deltas, format, spell)
             return
         with batch_progress(len(prompts) * n, quiet) as progress:
             call: Any = session.chat if chat else session.generate
             results = call(inputs, params, n=n, timeout=timeout, progress=progress)
-    write(results if n > 1 else [[output] for output in results], format, single=not lines)
+    write(results if n > 1 else [[output] for output in results], format, not lines, spell)
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:
@@ -102,24 +103,26 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
     return sys.stdin.read().removesuffix("\n")
 
 
-def write_stream(deltas: Iterable[Any], format: str) -> None:
+def write_stream(deltas: Iterable[Delta], format: str, spell: Callable[[int], str]) -> None:
     for delta in deltas:
         if format == "jsonl":
             _line(as_data(delta))
-        elif delta.text:
+        else:
             sys.stdout.write(delta.text)
             sys.stdout.flush()
+            print_logprobs(delta.logprobs or (), spell)
     if format == "text":
         sys.stdout.write("\n")
     sys.stdout.flush()
 
 
-def write(results: list[list[Output]], format: str, single: bool) -> None:
-    """results: [prompt][sample]."""
+def write(results: list[list[Output]], format: str, single: bool, spell: Callable[[int], str]) -> None:
+    """results: [prompt][sample].   spell: a token's text."""
     if format == "text":
         for outputs in results:
             for output in outputs:
                 sys.stdout.write(output.text + "\n")
+                print_logprobs([*(output.prompt_logprobs or ()), *(output.logprobs or ())], spell)
     elif format == "jsonl":
         for number, outputs in enumerate(results):
             for sample, output in enumerate(outputs):
@@ -128,6 +131,13 @@ def write(results: list[list[Output]], format: str, single: bool) -> None:
         shaped: Any = [[as_data(o) for o in outputs] if len(outputs) > 1 else as_data(outputs[0]) for outputs in results]
         _line(shaped[0] if single else shaped)
     sys.stdout.flush()
+
+
+def print_logprobs(entries: Iterable[TokenLogprob | None], spell: Callable[[int], str]) -> None:
+    """Beside text they go to stderr, a line a token."""
+    for entry in entries:
+        if entry is not None:
+            print(f"{entry.logprob:.4f}  {spell(entry.token_id)!r}", file=sys.stderr)
 
 
 def as_data(record: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import time
 import traceback
@@ -24,17 +25,24 @@ DEBUG = typer.Option("--debug", help="Show the traceback of an error.")
 QUIET = typer.Option("--quiet", "-q", help="No progress on stderr.")
 
 
-def one_line_errors(body: Callable[..., None]) -> Callable[..., None]:
-    """An error of Phloem's becomes one line on stderr and status 1, or 2 for wrong usage; with `debug=True` it is raised."""
+def one_line_errors(command: Callable[..., None]) -> Callable[..., None]:
+    """Phloem's errors become one line on stderr and status 1, or 2 for wrong usage; with `debug` the traceback comes first.
 
-    @functools.wraps(body)
-    def guarded(*, debug: bool = False, **arguments: Any) -> None:
+    Ctrl-C is status 130. A reader that went away (`phloem generate | head -1`) is no error: status 141, as SIGPIPE would give.
+    """
+
+    @functools.wraps(command)
+    def guarded(**arguments: Any) -> None:
         try:
-            body(**arguments)
+            command(**arguments)
+        except BrokenPipeError:
+            # The interpreter flushes stdout once more on exit: give it somewhere to go.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(141) from None
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
         except (PhloemError, OSError, UnicodeDecodeError) as error:
-            if isinstance(error, BrokenPipeError):
-                raise
-            if debug:
+            if arguments.get("debug"):
                 traceback.print_exc()
             fail(str(error), status=2 if usage_error(error) else 1)
 

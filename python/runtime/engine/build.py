@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
+
+import torch
 
 from phloem.runtime.backends import create_backend
 from phloem.runtime.backends.base import Backend, KVSpec, Limits
@@ -22,7 +25,7 @@ from phloem.runtime.errors import ConfigError
 from phloem.runtime.executor.local import LocalExecutor
 from phloem.runtime.executor.sampler import ReferenceSampler, Sampler
 from phloem.runtime.models.config import ModelConfig
-from phloem.runtime.models.loader import OpenModel, load_model, open_model
+from phloem.runtime.models.loader import LoadedModel, OpenModel, load_model, open_model
 from phloem.runtime.request import Request
 from phloem.runtime.text.chat import encode_chat
 from phloem.runtime.text.tokenizer import Tokenizer
@@ -106,27 +109,38 @@ def build(config: EngineConfig, on_load: Callable[[str], None] | None = None) ->
         report("the tokenizer")
         tokenizer = load_tokenizer(opened)
         report("the weights")
-        loaded = load_model(
-            opened,
-            backend,
-            config.dtype,
-            max_context=first.max_context,
-            progress=lambda done, total: report(f"weights {done / total:.0%}"),
-        )
-        resolved = _resolve(config, hardware, opened.config, loaded.weight_bytes)
-        report("the KV pool")
-        kv = kv_spec(opened.config, resolved)
-        limits = limits_of(resolved)
-        runner = backend.bind(loaded.model, kv, limits)
-        executor = LocalExecutor(
-            runner, _sampler(backend, tokenizer, opened.config, config.max_running), page_size=kv.page_size, num_pages=kv.num_pages,
-            width=opened.config.vocabulary, max_running=config.max_running, max_logits=limits.max_logits, overlap=resolved.overlap,
-        )  # fmt: skip
-        core = EngineCore(_core_settings(resolved, opened, tokenizer), executor)
+        with _one_torch_thread():
+            loaded = load_model(
+                opened, backend, config.dtype, max_context=first.max_context, progress=lambda done, total: report(f"weights {done / total:.0%}")
+            )  # fmt: skip
+            resolved = _resolve(config, hardware, opened.config, loaded.weight_bytes)
+            report("the KV pool")
+            core = _core(backend, loaded, resolved, tokenizer)
     except BaseException:
         backend.close()
         raise
     return Parts(core, Text(tokenizer), tokenizer, config, resolved, backend.close)
+
+
+def _core(backend: Backend, loaded: LoadedModel, resolved: Resolved, tokenizer: Tokenizer) -> EngineCore:
+    kv, limits, max_running = kv_spec(loaded.config, resolved), limits_of(resolved), resolved.config.max_running
+    executor = LocalExecutor(
+        backend.bind(loaded.model, kv, limits), _sampler(backend, tokenizer, loaded.config, max_running), page_size=kv.page_size,
+        num_pages=kv.num_pages, width=loaded.config.vocabulary, max_running=max_running, max_logits=limits.max_logits, overlap=resolved.overlap,
+    )  # fmt: skip
+    return EngineCore(_core_settings(resolved, loaded.opened, tokenizer), executor)
+
+
+@contextmanager
+def _one_torch_thread() -> Iterator[None]:
+    """torch's pool would be a second one beside the kernels' (and no faster: 0.26 s against 0.35 s to load the embedded model), and
+    once it was started, a forked child that makes an engine of its own would hang in it."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def load_tokenizer(opened: OpenModel) -> Tokenizer:
