@@ -26,7 +26,10 @@ class Piece:
 
 def make_batch(pieces: Sequence[Piece], spec: KVSpec, copies: Sequence[tuple[int, int]] = ()) -> ForwardBatch:
     size = spec.page_size
-    ids, positions, slots, rows, last, tables = [], [], [], [], [], []
+    ids: list[int] = []
+    positions: list[int] = []
+    rows: list[int] = []
+    slots, last, tables = [], [], []
     starts, tables_at = [0], [0]
     for piece in pieces:
         end = piece.start + len(piece.tokens)

@@ -7,6 +7,7 @@ write_gguf(path, tiny_config("llama"), kinds={"ffn_down": Q8_0})      the same t
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,7 @@ def tiny_tensors(config: Mapping[str, Any], seed: int = 0, dtype: torch.dtype = 
     dim = config.get("head_dim") or width // heads
 
     def matrix(rows: int, columns: int) -> Tensor:
-        return (torch.randn(rows, columns, generator=generator) * (2 / columns) ** 0.5).to(dtype)
+        return (torch.randn(rows, columns, generator=generator) * math.sqrt(2 / columns)).to(dtype)
 
     def vector(size: int, around: float = 0.0) -> Tensor:
         return (torch.randn(size, generator=generator) * 0.3 + around).to(dtype)

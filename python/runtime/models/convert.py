@@ -19,11 +19,11 @@ from typing import Literal
 import torch
 
 from phloem.runtime.backends.base import Weight, WeightKind
-from phloem.runtime.backends.blocks import BLOCK, q4_0_to_q4_1, quantise
+from phloem.runtime.backends.blocks import BLOCK, BLOCK_BYTES, q4_0_to_q4_1, quantise
 from phloem.runtime.errors import UnsupportedModelError
-from phloem.runtime.models.stored import Stored
+from phloem.runtime.models.stored import PLAIN, Stored
 
-__all__ = ["Dtype", "as_weights", "target_kind"]
+__all__ = ["Dtype", "as_weights", "common_kind", "num_bytes", "target_kind"]
 
 Dtype = Literal["auto", "f32", "bf16", "q8", "q4"]
 _AUTO: dict[str, WeightKind] = {"f32": "f32", "bf16": "bf16", "q8_0": "q8_0", "q4_0": "q4_0", "q4_1": "q4_1"}
@@ -43,12 +43,32 @@ def target_kind(stored: str, dtype: Dtype, *, is_table: bool) -> WeightKind:
 
 def as_weights(tensors: Sequence[Stored], dtype: Dtype, *, is_table: bool = False) -> list[Weight]:
     """The parts of one matrix, of one kind. Raises UnsupportedModelError if rows cannot be cut into blocks of 32."""
+    kind = common_kind(tensors, dtype, is_table=is_table)
+    return [_convert(t, kind) for t in tensors]
+
+
+def common_kind(tensors: Sequence[Stored], dtype: Dtype, *, is_table: bool) -> WeightKind:
+    """What the parts of one matrix become. Reads headers only; raises as `as_weights` does."""
     kinds = {target_kind(t.kind, dtype, is_table=is_table) for t in tensors}
     if len(kinds) == 1:
         (common,) = kinds
     else:
         common = "q4_1" if kinds == {"q4_0", "q4_1"} else "f32"
-    return [_convert(t, common) for t in tensors]
+    for tensor in tensors:
+        if common in BLOCK_BYTES and tensor.shape[1] % BLOCK:
+            raise UnsupportedModelError(
+                f"{tensor.file}: {tensor.name} has rows of {tensor.shape[1]} elements; {common} needs a multiple of {BLOCK}. "
+                "Use dtype='f32' or 'bf16'.",
+                param="dtype",
+            )
+    return common
+
+
+def num_bytes(tensors: Sequence[Stored], dtype: Dtype, *, is_table: bool) -> int:
+    """Bytes of what `as_weights` will make."""
+    kind = common_kind(tensors, dtype, is_table=is_table)
+    elements = sum(t.shape[0] * t.shape[1] for t in tensors)
+    return elements // BLOCK * BLOCK_BYTES[kind] if kind in BLOCK_BYTES else elements * PLAIN[kind].itemsize
 
 
 def _convert(tensor: Stored, kind: WeightKind) -> Weight:
@@ -61,9 +81,4 @@ def _convert(tensor: Stored, kind: WeightKind) -> Weight:
         return Weight(kind, shape, tensor.float32())
     if kind == "bf16":
         return Weight(kind, shape, tensor.float32().to(torch.bfloat16))
-    if shape[1] % BLOCK:
-        raise UnsupportedModelError(
-            f"{tensor.file}: {tensor.name} has rows of {shape[1]} elements; {kind} needs a multiple of {BLOCK}. Use dtype='f32' or 'bf16'.",
-            param="dtype",
-        )
     return Weight(kind, shape, quantise(kind, tensor.float32()))

@@ -25,7 +25,7 @@ from phloem.runtime.models.gguf import GgufFile
 from phloem.runtime.models.gguf_config import config_from_gguf
 from phloem.runtime.models.registry import architecture_named
 from phloem.runtime.models.safetensors_file import INDEX, SINGLE, read_json, read_safetensors, read_sharded
-from phloem.runtime.models.weights import Architecture, Assignment, assign, fill
+from phloem.runtime.models.weights import Architecture, Assignment, assign, fill, planned_bytes
 
 __all__ = ["LoadedModel", "OpenModel", "load_model", "open_model"]
 
@@ -51,6 +51,10 @@ class OpenModel:
     generation_config: Mapping[str, Any]
     eos_ids: tuple[int, ...]
     file_bytes: int
+
+    def weight_bytes(self, dtype: Dtype) -> int:
+        """What the weights will take under `dtype`. Raises UnsupportedModelError if their shapes do not allow it."""
+        return planned_bytes(self.assignments, dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +109,7 @@ def load_model(
     Raises ModelLoadError or UnsupportedModelError before it takes memory, with every offender listed.
     """
     opened = model if isinstance(model, OpenModel) else open_model(model)
+    opened.weight_bytes(dtype)  # a dtype that some matrix cannot have is refused before the first is read
     parameters, size = fill(opened.assignments, backend, dtype, progress)
     positions = min(max_context or opened.config.max_context, opened.config.max_context)
     return LoadedModel(model=opened.architecture(opened.config, parameters, positions), opened=opened, weight_bytes=size)

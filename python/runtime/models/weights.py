@@ -21,10 +21,23 @@ from torch import Tensor
 from phloem.runtime.backends.base import Backend, BatchLike, Ops, Packed, Weight
 from phloem.runtime.errors import ModelLoadError
 from phloem.runtime.models.config import ModelConfig
-from phloem.runtime.models.convert import Dtype, as_weights
+from phloem.runtime.models.convert import Dtype, as_weights, num_bytes
 from phloem.runtime.models.stored import READABLE, Stored
 
-__all__ = ["Architecture", "Assignment", "Extra", "Parameters", "Part", "Rule", "assign", "extra", "fill", "part", "rule"]
+__all__ = [
+    "Architecture",
+    "Assignment",
+    "Extra",
+    "Parameters",
+    "Part",
+    "Rule",
+    "assign",
+    "extra",
+    "fill",
+    "part",
+    "planned_bytes",
+    "rule",
+]
 
 Form = Literal["matrix", "gated", "table", "vector"]
 Naming = Literal["hf", "gguf"]
@@ -182,6 +195,16 @@ def assign(
             + "\n  ".join(offenders)
         )
     return out
+
+
+def planned_bytes(assignments: Sequence[Assignment], dtype: Dtype) -> int:
+    """What `fill` will report, from the headers. Raises UnsupportedModelError where `dtype` cannot be had."""
+    return sum(
+        sum(t.shape[0] * 4 for t in a.tensors)
+        if a.rule.form == "vector"
+        else num_bytes(a.tensors, dtype, is_table=a.rule.form == "table")
+        for a in assignments
+    )
 
 
 def fill(
