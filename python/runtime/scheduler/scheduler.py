@@ -19,14 +19,14 @@ from collections.abc import Hashable
 
 from phloem.runtime.cache.prefix import PrefixCache
 from phloem.runtime.cache.radix import TOKEN_BYTES
-from phloem.runtime.errors import PhloemError
-from phloem.runtime.request import FinishReason, TokenLogprob
+from phloem.runtime.request import FinishReason
+from phloem.runtime.scheduler.commit import apply_result
 from phloem.runtime.scheduler.draws import SpecBuilder
 from phloem.runtime.scheduler.flight import Counters, Flight, wire_error
 from phloem.runtime.scheduler.policy import WaitingQueue
 from phloem.runtime.scheduler.rows import make_row
 from phloem.runtime.scheduler.sequence import Sequence
-from phloem.runtime.step import Row, SampleSpec, StepPlan, StepResult
+from phloem.runtime.step import SampleSpec, StepPlan, StepResult
 
 __all__ = ["Scheduler"]
 
@@ -95,7 +95,7 @@ class Scheduler:
         q.version = self.version
         if q.cursor is not None and q.max_tokens:
             try:
-                self._conclude(q, q.advance())
+                self.conclude(q, q.advance())
             except Exception as error:
                 self.fail(q, error)
             self.touched[q] = None
@@ -243,77 +243,9 @@ class Scheduler:
 
     def commit(self, flight: Flight, result: StepResult) -> None:
         """Apply what the device did in a sound step."""
-        rows, step = flight.plan.rows, flight.plan.step
-        for row, q in zip(rows, flight.sequences):
-            q.in_flight -= 1
-            q.version = self.version
-            if q.state == "running":
-                q.computed = row.end
-            if row.targets and q.state != "done":
-                self._score(q, row, result)
-        for failure in result.failures:
-            failed = flight.draws.get(failure.request_id) or self._owner(flight, failure.request_id)
-            self.fail(failed, failure.error)
-        for sampled in result.sampled:
-            q = flight.draws.pop(sampled.request_id)
-            position = flight.probes.get(sampled.request_id)
-            if position is not None:
-                if q.state != "done" and sampled.logprob is not None:
-                    q.score(position, sampled.logprob)
-                    self.touched[q] = None
-                continue
-            q.drawing = False
-            if q.state == "done":
-                self.counters.surplus_tokens += 1
-            else:
-                self._accept(q, sampled.token, sampled.logprob)
-        for q in flight.draws.values():  # no draw came: its failure, told above, or a bug of the executor
-            q.drawing = False
-            self.fail(q, PhloemError("the device gave no token for this request. Please report this."))
-        for q in flight.sequences:
-            if q.state != "done":
-                self._after_row(q, step)
+        apply_result(self, flight, result)
 
-    def _accept(self, q: Sequence, token: int, logprob: TokenLogprob | None) -> None:
-        self.touched[q] = None
-        q.version = self.version  # a sibling has no row here
-        try:
-            reason = q.accept(token, logprob)
-        except Exception as error:
-            self.fail(q, error)
-            return
-        self._conclude(q, reason)
-        self.settle(q)
-
-    def _after_row(self, q: Sequence, step: int) -> None:
-        if q.ending is not None and q.first_wanted() is None:
-            self.finish(q, q.ending)
-        elif q.state == "waiting":
-            self.settle(q)
-        elif q.max_tokens == 0 and q.computed >= q.num_prompt:
-            self.finish(q, "length")
-        else:
-            upto = min(q.computed, len(q.tokens))
-            assert q.grant is not None
-            if (q.grant.num_shared + 1) * self.page_size <= upto:
-                self.cache.publish(q.grant, upto, step)
-
-    def _score(self, q: Sequence, row: Row, result: StepResult) -> None:
-        scored = result.scored.get(q.request.id, [])
-        if len(scored) == len(row.targets):
-            self.touched[q] = None
-            for position, logprob in enumerate(scored, row.logits_from + 1):
-                q.score(position, logprob)
-        elif not any(f.request_id == q.request.id for f in result.failures):
-            self.fail(
-                q, PhloemError(f"the device gave {len(scored)} logprobs for {len(row.targets)} tokens. Please report this.")
-            )
-
-    @staticmethod
-    def _owner(flight: Flight, request_id: str) -> Sequence:
-        return next(q for q in flight.sequences if q.request.id == request_id)
-
-    def _conclude(self, q: Sequence, reason: FinishReason | None) -> None:
+    def conclude(self, q: Sequence, reason: FinishReason | None) -> None:
         """It ends so, once the logprobs that rows have to give are known (J8)."""
         if reason is not None:
             if q.first_wanted() is not None:
