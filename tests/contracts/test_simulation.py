@@ -37,6 +37,7 @@ def check_coverage(counts: Counter[str]) -> None:
         "duplicate_pages",
         "surplus_rows",
         "aborts",
+        "stops",
         "refused",
         "counted workloads",
         "token-exact workloads",

@@ -140,6 +140,7 @@ def random_requests(
             top_logprobs=rng.choice((0, 2)) if logprobs else 0,
             prompt_logprobs=rng.choice((0, rng.randrange(len(prompt)))) if rng.random() < 0.15 else None,
         )
+        priority, hold = rng.randrange(3), rng.random() < 0.05
         namespace, group = ("other" if rng.random() < 0.1 else ""), (f"g{len(requests)}" if n > 1 else None)
         for sample in range(n):
             requests.append(
@@ -151,6 +152,8 @@ def random_requests(
                     namespace=namespace,
                     group=group,
                     sample=sample,
+                    priority=priority,
+                    hold=hold,
                 )
             )
     return requests
@@ -174,7 +177,7 @@ def random_shape(rng: random.Random, requests: list[Request], jump: bool) -> Sha
         width=VOCAB,
         max_running=max_running,
         max_step_tokens=rng.choice((1, 3, max_running, max_running + 11, 48)),
-        policy=rng.choice(("prefix", "prefix", "fcfs")),
+        policy=rng.choice(("prefix", "prefix", "prefix", "fcfs", "priority")),
         max_wait=rng.choice((0, 50, 10**9)),
         overlap=rng.random() < 0.6,
         cache_enabled=rng.random() < 0.9,
@@ -253,6 +256,12 @@ class Workload:
         if rng.random() < 0.03 and self.sequences:
             core.abort(rng.choice(list(self.sequences)))
             self.counts["aborts"] += 1
+        if rng.random() < 0.03:
+            delivered = [(name, len(r.tokens)) for name, r in self.results.items() if r.last is None and r.tokens]
+            if delivered:
+                name, n = rng.choice(delivered)
+                core.stop(name, rng.randrange(1, n + 1))
+                self.counts["stops"] += 1
         if rng.random() < 0.02:
             core.commit_weights(rng.choice(("finish", "abort", "recompute")))
         if self.shape.holding and self.shape.settings.cache_enabled and core.scheduler.running and rng.random() < 0.1:
@@ -325,7 +334,11 @@ class Workload:
         q = self.sequences[r.id]
         want = alone(r, q.seed, q.versions, self.patterns, q.max_tokens)
         usage = last.usage
-        assert usage is not None and usage.completion_tokens == len(result.tokens) and usage.prompt_tokens == len(r.token_ids)
+        assert usage is not None and usage.prompt_tokens == len(r.token_ids)
+        if last.finish_reason == "stop_string":
+            assert 0 < usage.completion_tokens <= len(result.tokens), "what the Collector keeps had been delivered"
+        else:
+            assert usage.completion_tokens == len(result.tokens)
         assert 0 <= usage.cached_tokens < len(r.token_ids) or not usage.cached_tokens
         assert result.versions == q.versions[: len(result.tokens)]
         n = len(result.logprobs)
@@ -334,7 +347,7 @@ class Workload:
         scored = result.prompt_logprobs  # of several versions, if the weights changed in the middle of the prompt
         if self.core.weights_version == 0:
             assert scored == want.prompt_logprobs[: len(scored)], f"{r.id}: prompt logprobs differ"
-        if last.finish_reason == "abort":
+        if last.finish_reason in ("abort", "stop_string"):
             assert result.tokens == want.tokens[: len(result.tokens)], f"{r.id}, aborted: {result.tokens}, alone {want.tokens}"
         else:
             got = (result.tokens, last.finish_reason, usage.forced_tokens)
