@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -338,28 +339,30 @@ def test_ctrl_c_ends_an_answer_and_ctrl_d_the_conversation() -> None:
         stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True,
     )  # fmt: skip
     os.close(terminal)
-    seen = b""
+    seen = bytearray()
 
-    def until(mark: bytes, more: int = 0) -> None:
-        nonlocal seen
-        start = len(seen) if more else 0
-        deadline = time.monotonic() + 30
-        while (mark not in seen[start:] or len(seen) < start + more) and time.monotonic() < deadline:
-            seen += os.read(master, 4096)
-        assert mark in seen[start:], seen.decode(errors="replace")
+    def read_until(done: Callable[[bytes], bool]) -> None:
+        """Reads the terminal until what came since the call satisfies `done`; b"" stands for its end."""
+        start, deadline = len(seen), time.monotonic() + 30
+        while not done(bytes(seen[start:])):
+            ready, _, _ = select.select([master], [], [], max(0.0, deadline - time.monotonic()))
+            assert ready, f"nothing more came after {bytes(seen[-500:])!r}"
+            try:
+                seen.extend(os.read(master, 4096))
+            except OSError:  # the other end is closed: the command has ended
+                return
 
-    until(b"> ")
-    os.write(master, b"Tell me a long story.\n")
-    until(b"", more=300)
-    process.send_signal(signal.SIGINT)
-    until(b"tok/s", more=1)
-    until(b"> ", more=1)
-    os.write(master, b"\x04")
     try:
-        while True:
-            seen += os.read(master, 4096)
-    except OSError:
-        pass  # the terminal is closed: the command has ended
-    os.close(master)
-    assert process.wait(20) == 0
+        read_until(lambda new: new.endswith(b"> "))
+        os.write(master, b"Tell me a long story.\n")
+        read_until(lambda new: len(new) > 300)
+        process.send_signal(signal.SIGINT)
+        read_until(lambda new: b"tok/s" in new and new.endswith(b"> "))
+        os.write(master, b"\x04")
+        read_until(lambda new: False)
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(master)
     assert b"Traceback" not in seen

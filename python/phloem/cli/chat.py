@@ -88,7 +88,8 @@ def _turn(session: phloem.Engine, history: list[dict[str, Any]], text: str, samp
         print(f"phloem: {error} This turn was not kept; a new conversation starts with 'phloem chat'.", file=sys.stderr)
         return
     except KeyboardInterrupt:
-        pass  # the stream has aborted its request; what was said so far stays said
+        if stream is not None:
+            stream.close()  # what was said so far stays said
     sys.stdout.write("\n")
     sys.stdout.flush()
     history += [messages[-1], {"role": "assistant", "content": answer}]
