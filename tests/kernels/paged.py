@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from phloem.runtime.backends import native
+from phloem.runtime import native
 
 Floats = NDArray[np.float32]
 
@@ -157,22 +157,6 @@ def reference(row: Row, g: Geometry) -> NDArray[np.float64]:
     return out
 
 
-_POINTERS = ("qkv", "qkv_ld", "out", "out_ld", "k_cache", "v_cache", "rope_cos", "rope_sin", "q_norm", "k_norm")
-_ARRAYS = ("positions", "qo_indptr", "kv_indptr", "kv_indices", "kv_last_page_len", "kv_slots")
-_INTS = ("num_rows", "num_tokens", "kv_type", "heads", "kv_heads", "head_dim", "page_size", "num_pages", "rotary_dim")
-
-
-class Args(ctypes.Structure):
-    """phloem_attention_args of kernels/include/phloem_attention.h."""
-
-    _fields_ = [
-        *((name, ctypes.c_int64 if name.endswith("_ld") else ctypes.c_void_p) for name in _POINTERS),
-        *((name, ctypes.c_void_p) for name in _ARRAYS),
-        *((name, ctypes.c_int32) for name in (*_INTS, "max_positions", "window")),
-        *((name, ctypes.c_float) for name in ("scale", "softcap", "norm_eps")),
-    ]
-
-
 class KernelError(Exception):
     pass
 
@@ -198,7 +182,7 @@ class Kernels:
         if getattr(self.lib, name)(self.context, *args):
             raise KernelError(self.lib.phloem_error(self.context).decode())
 
-    def args(self, placed: Placed, qkv: Floats, out: Floats, **more: Any) -> Args:
+    def args(self, placed: Placed, qkv: Floats, out: Floats, **more: Any) -> native.AttentionArgs:
         """`more`: fields by name; arrays give their address. Keep them alive during the call."""
         g, arrays = placed.geometry, placed.arrays
         fields = {
@@ -208,7 +192,7 @@ class Kernels:
             "page_size": g.page_size, "num_pages": placed.num_pages, "window": g.window, "scale": g.scale, "softcap": g.softcap,
             **more,
         }  # fmt: skip
-        return Args(**{k: v.ctypes.data if isinstance(v, np.ndarray) else v for k, v in fields.items()})
+        return native.AttentionArgs(**{k: v.ctypes.data if isinstance(v, np.ndarray) else v for k, v in fields.items()})
 
     def attend(self, placed: Placed) -> list[Floats]:
         """Each row's [new, heads, head_dim]. The rows of qkv hold NaN where attention must not look."""
