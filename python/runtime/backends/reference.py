@@ -113,7 +113,10 @@ class ReferenceRunner:
             self.kv.copy(batch.copies)
         if not len(batch.token_ids):
             return torch.empty(0, self.model.width)
-        return self.model.forward(self, batch)
+        with np.errstate(
+            all="ignore"
+        ):  # a row that is not finite is for whoever reads its logits to report (M4), not a warning
+            return self.model.forward(self, batch)
 
     # Ops
 
@@ -240,10 +243,9 @@ def _attend(q: F32, keys: F32, values: F32, position: int, spec: AttentionSpec) 
     for start in range(oldest // SPLIT * SPLIT, position + 1, SPLIT):
         where = np.arange(start, start + SPLIT)
         seen = (where >= oldest) & (where <= position)
-        # A key that is not seen may be anything, also NaN: it is taken out, since 0 * NaN is not 0.
-        k = np.where(seen[:, None, None], keys[start : start + SPLIT], np.float32(0))
+        scores = np.einsum("hgd,jhd->hgj", grouped, keys[start : start + SPLIT]) * np.float32(spec.scale)
+        # What is not seen may be anything, also NaN, and 0 * NaN is not 0: so its value goes here, its score below.
         v = np.where(seen[:, None, None], values[start : start + SPLIT], np.float32(0))
-        scores = np.einsum("hgd,jhd->hgj", grouped, k) * np.float32(spec.scale)
         if spec.softcap:
             scores = np.float32(spec.softcap) * np.tanh(scores / np.float32(spec.softcap))
         scores = np.where(seen, scores, np.float32(-np.inf))

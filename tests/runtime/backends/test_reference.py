@@ -154,6 +154,42 @@ def test_b1_bits_do_not_depend_on_pages_chunks_neighbours_or_threads(window: int
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_b1_a_row_of_a_matrix_product_does_not_depend_on_the_others(threads: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, w = torch.randn(33, 576, generator=generator), torch.randn(300, 576, generator=generator)
+    backend, ops = Reference(threads), runner(AttentionOnly(random_qkv(), spec()))
+    plain, gated = (
+        backend.pack([Weight("f32", (300, 576), w)]),
+        backend.pack([Weight("f32", (150, 576), h) for h in w.chunk(2)], gated=True),
+    )
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        for compute in (
+            lambda t: ops.linear(t, plain),
+            lambda t: ops.gated_linear(t, gated),
+            lambda t: ops.rms_norm(t, w[0], 1e-5),
+        ):
+            alone = torch.cat([compute(row[None]) for row in x])
+            for part in (33, 16, 7, 2):
+                assert torch.equal(torch.cat([compute(t) for t in x.split(part)]), alone)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_a_poisoned_token_reaches_only_those_that_see_it(poison: float) -> None:
+    """Of its own row those after it, within the window; a neighbour nowhere."""
+    qkv = random_qkv()
+    clean = AttentionOnly(qkv, spec(window=5))
+    dirty = AttentionOnly(qkv.index_fill(0, torch.tensor([599]), poison), spec(window=5))
+    pieces = [Piece([*range(20), 599, *range(20, 40)], 0, [3, 1, 0], logits=41), Piece(list(range(9)), 0, [7], logits=9)]
+    right, got = (r.forward(make_batch(pieces, r.kv.spec)) for r in (runner(clean), runner(dirty)))
+    reached = (right != got).any(1).nonzero().flatten().tolist()
+    assert reached == [20, 21, 22, 23, 24]
+
+
 def test_rows_of_one_batch_read_what_the_batch_writes() -> None:
     """R5: the second row's prefix is written by the first row, in the same forward."""
     model, ids = AttentionOnly(random_qkv(), spec()), list(range(40))

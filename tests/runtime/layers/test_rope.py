@@ -25,6 +25,10 @@ LLAMA3 = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "orig
             {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 0.7, "truncate": False, "beta_fast": 16},
         ),
         (
+            RopeConfig(theta=1e4, kind="yarn", factor=2.0, original_context=512, truncate=False, beta_fast=1),
+            {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 512, "truncate": False, "beta_fast": 1},
+        ),
+        (
             RopeConfig(theta=1e4, kind="yarn", factor=0.5, original_context=64, attention_factor=0.3),
             {"rope_type": "yarn", "factor": 0.5, "original_max_position_embeddings": 64, "attention_factor": 0.3},
         ),

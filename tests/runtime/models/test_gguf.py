@@ -119,6 +119,24 @@ def test_a_damaged_tensor_entry(small: Path, field: str) -> None:
     assert "output_norm.weight" in refused(small)
 
 
+@pytest.mark.case("C-LOAD-05")
+def test_two_tensors_of_one_place_and_two_of_one_name(small: Path) -> None:
+    data = small.read_bytes()
+    one, other = (data.index(struct.pack("<Q", len(n)) + n) + 8 for n in (b"blk.0.attn_q.weight", b"blk.0.attn_output.weight"))
+    at = {
+        name: place + len(name) + 4 + 16 + 4
+        for name, place in ((b"blk.0.attn_q.weight", one), (b"blk.0.attn_output.weight", other))
+    }
+    offset = data[at[b"blk.0.attn_q.weight"] :][:8]
+    place = at[b"blk.0.attn_output.weight"]
+    small.write_bytes(data[:place] + offset + data[place + 8 :])
+    assert "overlaps" in refused(small)
+    small.write_bytes(data.replace(b"blk.0.attn_k.weight", b"blk.0.attn_q.weight"))
+    assert "'blk.0.attn_q.weight' occurs twice" in refused(small)
+    small.write_bytes(data.replace(b"llama.context_length", b"general.architecture"))
+    assert "'general.architecture' occurs twice" in refused(small)
+
+
 def test_a_split_file_and_a_missing_one_are_named(tmp_path: Path) -> None:
     split = write_gguf(tmp_path / "split.gguf", tiny_config(), metadata={"split.count": 3})
     assert "one of 3 parts" in refused(split)
