@@ -9,6 +9,7 @@ A `Row` knows keys, values and queries, not pages. `lay_out` gives it pages: any
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -121,10 +122,10 @@ def lay_out(rows: Sequence[Row], g: Geometry, *, share: bool = True, seed: int =
     known: dict[bytes, int] = {}
     tables = []
     for row in rows:
-        table = []
+        table, spelled = [], b""
         for begin in range(0, row.length, size):
             end = min(begin + size, row.length)
-            spelled = row.k[:end].tobytes()
+            spelled = hashlib.sha256(spelled + row.k[begin:end].tobytes()).digest()
             page = known.get(spelled) if share and end == begin + size else None
             if page is None:
                 page = int(free.pop())
