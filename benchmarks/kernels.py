@@ -19,7 +19,13 @@ from benchmarks.common import median, record
 from phloem.runtime.native import Context
 
 SHAPES = {"qkv": (960, 576), "o": (576, 576), "gate_up": (3072, 576), "down": (576, 1536), "head": (49152, 576)}
-KINDS = {"f32": (0, 4.0), "bf16": (1, 2.0), "q8_0": (2, 34 / 32), "q4_0": (3, 18 / 32), "q4_1": (4, 20 / 32)}  # C number, bytes a weight
+KINDS = {
+    "f32": (0, 4.0),
+    "bf16": (1, 2.0),
+    "q8_0": (2, 34 / 32),
+    "q4_0": (3, 18 / 32),
+    "q4_1": (4, 20 / 32),
+}  # C number, bytes a weight
 COPIES = 128 << 20  # bytes over which weights rotate
 
 
@@ -87,25 +93,49 @@ def main() -> None:
             data = source(kind, n, k, 1)
             size = n * k * bytes_each
             copies = max(2, int(COPIES / size))
-            made = [context.make(context.library.phloem_matrix_pack, number, n, k, data.ctypes.data, data.strides[0]) for _ in range(copies)]
+            made = [
+                context.make(context.library.phloem_matrix_pack, number, n, k, data.ctypes.data, data.strides[0])
+                for _ in range(copies)
+            ]
             handles = [(ctypes.c_void_p * 1)(handle) for handle in made]
             x = np.random.default_rng(2).standard_normal((max(rows), k), np.float32)
             y = np.zeros((max(rows), n), np.float32)
             x_at, y_at = x.ctypes.data, y.ctypes.data
             for m in rows:
 
-                def call(i: int, m: int = m, k: int = k, n: int = n, handles: list[ctypes.Array[ctypes.c_void_p]] = handles, x_at: int = x_at, y_at: int = y_at) -> None:
-                    context.check(context.library.phloem_linear(context.handle, handles[i % len(handles)], 1, 0, x_at, k, m, None, None, 0, y_at, n))
+                def call(
+                    i: int,
+                    m: int = m,
+                    k: int = k,
+                    n: int = n,
+                    handles: list[ctypes.Array[ctypes.c_void_p]] = handles,
+                    x_at: int = x_at,
+                    y_at: int = y_at,
+                ) -> None:
+                    context.check(
+                        context.library.phloem_linear(
+                            context.handle, handles[i % len(handles)], 1, 0, x_at, k, m, None, None, 0, y_at, n
+                        )
+                    )
 
                 taken = seconds(call)
                 totals[m] += taken * (1 if shape == "head" else 30)
-                least = max(size / top["read"] / 1e9, 2.0 * m * n * k / (top["dot"] if kind.startswith("q") else top["fma"]) / 1e9)
+                least = max(
+                    size / top["read"] / 1e9, 2.0 * m * n * k / (top["dot"] if kind.startswith("q") else top["fma"]) / 1e9
+                )
                 record("linear.roofline", least / taken, "of 1", f"{kind} {shape} {n}x{k} M={m}",
                        us=round(taken * 1e6, 1), gbs=round(size / taken / 1e9, 2), gops=round(2e-9 * m * n * k / taken, 1), **setting)  # fmt: skip
             for handle in made:
                 context.library.phloem_matrix_destroy(context.handle, handle)
         for m in rows:
-            record("linear.model", m / totals[m], "tok/s", f"{kind}: 30 layers and head, linears alone, M={m}", ms=round(totals[m] * 1e3, 3), **setting)
+            record(
+                "linear.model",
+                m / totals[m],
+                "tok/s",
+                f"{kind}: 30 layers and head, linears alone, M={m}",
+                ms=round(totals[m] * 1e3, 3),
+                **setting,
+            )
     context.close()
 
 

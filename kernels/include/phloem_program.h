@@ -79,6 +79,12 @@ PHLOEM_API int phloem_program_create(phloem_context*, const phloem_op* ops, int3
 PHLOEM_API void phloem_program_destroy(phloem_program*);
 /* Checks the batch before it writes anything. */
 PHLOEM_API int phloem_program_run(phloem_program*, const phloem_batch*);
+/* sizeof of the structs that callers fill in, for bindings to check theirs: 0 phloem_attention_args, 1 phloem_op, 2 phloem_limits,
+ * 3 phloem_pages, 4 phloem_batch; else 0. */
+PHLOEM_API int64_t phloem_struct_bytes(int which);
+/* From now on adds the nanoseconds of each op, as the calling thread sees it (its barrier included), to nanoseconds[num_ops];
+ * NULL ends it. The array is borrowed until then. */
+PHLOEM_API void phloem_program_profile(phloem_program*, int64_t* nanoseconds);
 
 #ifdef __cplusplus
 }

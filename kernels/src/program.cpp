@@ -1,4 +1,5 @@
 // A recorded forward: ops made ready once, then run in one SPMD region a step (include/phloem_program.h).
+#include <chrono>
 #include <cstring>
 #include <new>
 #include <vector>
@@ -44,6 +45,7 @@ struct phloem_program {
   AttentionPlan plan;
   AttentionShape shape;
   bool attends = false;
+  int64_t* nanoseconds = nullptr;  // phloem_program_profile
   char* quants = nullptr;  // every linear's quantised x in turn
 };
 
@@ -234,6 +236,24 @@ void run_op(const Kernels& k, const Op& op, int rows, const phloem_batch& b, con
   spmd.barrier();
 }
 
+int64_t now() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// Ops [begin, end), each timed if somebody asked.
+void run_ops(const phloem_program& p, size_t begin, size_t end, int rows, const phloem_batch& b, const int32_t* logit_rows, Spmd& spmd) {
+  const bool timed = p.nanoseconds != nullptr && spmd.thread == 0;
+  int64_t start = timed ? now() : 0;
+  for (size_t i = begin; i < end; i++) {
+    run_op(p.kernels, p.ops[i], rows, b, logit_rows, spmd);
+    if (timed) {
+      const int64_t stop = now();
+      p.nanoseconds[i] += stop - start;
+      start = stop;
+    }
+  }
+}
+
 int run(phloem_program& p, const phloem_batch& b) {
   phloem_context* c = p.context;
   if (!c->pool.usable())
@@ -254,10 +274,10 @@ int run(phloem_program& p, const phloem_batch& b) {
           copy_pages(copies, spmd);
           spmd.barrier();
         }
-        for (size_t i = 0; i < p.num_token_ops; i++) run_op(p.kernels, p.ops[i], b.num_tokens, b, nullptr, spmd);
+        run_ops(p, 0, p.num_token_ops, b.num_tokens, b, nullptr, spmd);
       }
       if (rows == 0) return;
-      for (size_t i = p.num_token_ops; i < p.ops.size(); i++) run_op(p.kernels, p.ops[i], rows, b, b.logit_rows + done, spmd);
+      run_ops(p, p.num_token_ops, p.ops.size(), rows, b, b.logit_rows + done, spmd);
       if (b.logits != nullptr) {
         int begin, end;
         spmd.share(rows, 1, &begin, &end);
@@ -307,6 +327,15 @@ PHLOEM_API void phloem_program_destroy(phloem_program* program) {
   if (program == nullptr) return;
   program->context->memory.release(program->quants);
   delete program;
+}
+
+PHLOEM_API int64_t phloem_struct_bytes(int which) {
+  constexpr size_t sizes[] = {sizeof(phloem_attention_args), sizeof(phloem_op), sizeof(phloem_limits), sizeof(phloem_pages), sizeof(phloem_batch)};
+  return which >= 0 && which < 5 ? static_cast<int64_t>(sizes[which]) : 0;
+}
+
+PHLOEM_API void phloem_program_profile(phloem_program* program, int64_t* nanoseconds) {
+  if (program != nullptr) program->nanoseconds = nanoseconds;
 }
 
 PHLOEM_API int phloem_program_run(phloem_program* program, const phloem_batch* batch) {

@@ -41,7 +41,10 @@ class AttentionArgs(Structure):
         *((name, c) for name, c in (("qkv", c_void_p), ("qkv_ld", c_int64), ("out", c_void_p), ("out_ld", c_int64))),
         *((name, c_void_p) for name in ("k_cache", "v_cache", "rope_cos", "rope_sin", "q_norm", "k_norm")),
         *((name, c_void_p) for name in ("positions", "qo_indptr", "kv_indptr", "kv_indices", "kv_last_page_len", "kv_slots")),
-        *((name, c_int32) for name in ("num_rows", "num_tokens", "kv_type", "heads", "kv_heads", "head_dim", "page_size", "num_pages")),
+        *(
+            (name, c_int32)
+            for name in ("num_rows", "num_tokens", "kv_type", "heads", "kv_heads", "head_dim", "page_size", "num_pages")
+        ),
         *((name, c_int32) for name in ("rotary_dim", "max_positions", "window")),
         *((name, c_float) for name in ("scale", "softcap", "norm_eps")),
     ]
@@ -71,14 +74,21 @@ class Limits(Structure):
 class Pages(Structure):
     """phloem_pages."""
 
-    _fields_ = [("planes", POINTER(c_void_p)), *((name, c_int32) for name in ("num_planes", "num_pages", "page_size")), ("page_bytes", c_int64)]
+    _fields_ = [
+        ("planes", POINTER(c_void_p)),
+        *((name, c_int32) for name in ("num_planes", "num_pages", "page_size")),
+        ("page_bytes", c_int64),
+    ]
 
 
 class Batch(Structure):
     """phloem_batch."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("token_ids", "positions", "kv_slots", "qo_indptr", "kv_indptr", "kv_indices", "kv_last_page_len")),
+        *(
+            (name, c_void_p)
+            for name in ("token_ids", "positions", "kv_slots", "qo_indptr", "kv_indptr", "kv_indices", "kv_last_page_len")
+        ),
         *((name, c_void_p) for name in ("logit_rows", "copies")),
         *((name, c_int32) for name in ("num_tokens", "num_rows", "num_pages", "num_logits", "num_copies")),
         ("logits", c_void_p),
@@ -99,7 +109,10 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "phloem_matrix_share": (c_int, [c_void_p, c_int, c_int, c_int, c_void_p, c_int64, POINTER(c_void_p)]),
     "phloem_matrix_destroy": (None, [c_void_p, c_void_p]),
     "phloem_matrix_bytes": (c_int64, [c_void_p]),
-    "phloem_linear": (c_int, [c_void_p, POINTER(c_void_p), c_int, c_int, c_void_p, c_int64, c_int, c_void_p, c_void_p, c_int64, c_void_p, c_int64]),
+    "phloem_linear": (
+        c_int,
+        [c_void_p, POINTER(c_void_p), c_int, c_int, c_void_p, c_int64, c_int, c_void_p, c_void_p, c_int64, c_void_p, c_int64],
+    ),
     "phloem_embed": (c_int, [c_void_p, c_void_p, c_void_p, c_int, c_void_p, c_int64]),
     "phloem_rms_norm": (c_int, [c_void_p, c_void_p, c_int64, c_void_p, c_float, c_int, c_int, c_void_p, c_int64]),
     "phloem_ceiling_read": (c_int, [c_void_p, c_void_p, c_int64]),
@@ -108,6 +121,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "phloem_copy_pages": (c_int, [c_void_p, POINTER(c_void_p), c_int32, c_size_t, c_void_p, c_int32, c_int32]),
     "phloem_program_create": (c_int, [c_void_p, POINTER(Op), c_int32, POINTER(Limits), POINTER(Pages), POINTER(c_void_p)]),
     "phloem_program_destroy": (None, [c_void_p]),
+    "phloem_struct_bytes": (c_int64, [c_int]),
+    "phloem_program_profile": (None, [c_void_p, c_void_p]),
     "phloem_program_run": (c_int, [c_void_p, POINTER(Batch)]),
 }
 
@@ -116,7 +131,9 @@ def library_path() -> Path:
     """The library file; of several, the one built last. Raises KernelError that lists where it looked."""
     name = "libphloem_kernels" + {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
     package = sys.modules[__package__ or "phloem.runtime"]
-    folders = [Path(folder) for folder in package.__path__]  # an editable install has two: the sources, and where it put the library
+    folders = [
+        Path(folder) for folder in package.__path__
+    ]  # an editable install has two: the sources, and where it put the library
     checkout = Path(__file__).resolve().parents[2]
     if (checkout / "kernels" / "CMakeLists.txt").is_file():
         folders.append(checkout / "build" / "kernels")

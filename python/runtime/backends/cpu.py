@@ -39,7 +39,9 @@ _KINDS: dict[WeightKind, tuple[int, torch.dtype, int, int]] = {
 class CpuMatrix:
     """Parts stacked along `out`, each in the kernels' own form. Freed with its last reference, or with the backend."""
 
-    def __init__(self, context: Context, handles: Sequence[int], widths: Sequence[int], columns: int, gated: bool, keep: object = None) -> None:
+    def __init__(
+        self, context: Context, handles: Sequence[int], widths: Sequence[int], columns: int, gated: bool, keep: object = None
+    ) -> None:
         self.handles, self.widths, self.columns, self.gated = tuple(handles), tuple(widths), columns, gated
         self.context = context
         self._keep = keep  # the shared tensors: their memory is the kernels' too
@@ -97,7 +99,12 @@ class Cpu:
         """Records the model's forward; takes the memory of pages and buffers. Raises KernelError."""
         if kv.dtype not in self.kv_dtypes:
             raise KernelError(f"kv_dtype is {kv.dtype!r}; the cpu backend has {', '.join(self.kv_dtypes)}.")
-        for name, value in (("max_tokens", limits.max_tokens), ("max_rows", limits.max_rows), ("max_logits", limits.max_logits), ("max_pages", limits.max_pages)):
+        for name, value in (
+            ("max_tokens", limits.max_tokens),
+            ("max_rows", limits.max_rows),
+            ("max_logits", limits.max_logits),
+            ("max_pages", limits.max_pages),
+        ):
             if value < 1:
                 raise KernelError(f"limits.{name} is {value}; expected at least 1.")
         return CpuRunner(self.context, model, CpuKV(self.context, kv), limits)
@@ -125,7 +132,9 @@ class Cpu:
         except BaseException:
             _destroy(self.context, tuple(handles))
             raise
-        return CpuMatrix(self.context, handles, [part.shape[0] for part in parts], columns.pop(), gated, tensors if share else None)
+        return CpuMatrix(
+            self.context, handles, [part.shape[0] for part in parts], columns.pop(), gated, tensors if share else None
+        )
 
 
 def _source(part: Weight, share: bool) -> tuple[int, Tensor, int]:
@@ -137,7 +146,9 @@ def _source(part: Weight, share: bool) -> tuple[int, Tensor, int]:
     width = columns if block == 1 else columns // block * block_bytes
     if part.data.dtype != dtype or tuple(part.data.shape) != (rows, width) or columns % block:
         expected = f"{dtype} [{rows}, {width}]" + (f", and columns in blocks of {block}" if block > 1 else "")
-        raise KernelError(f"a {part.kind} weight of shape {part.shape} has data {part.data.dtype} {list(part.data.shape)}; expected {expected}.")
+        raise KernelError(
+            f"a {part.kind} weight of shape {part.shape} has data {part.data.dtype} {list(part.data.shape)}; expected {expected}."
+        )
     data = part.data.detach()
     if share and (part.kind not in ("f32", "bf16") or not data.is_contiguous() or data.device.type != "cpu"):
         raise KernelError(f"only contiguous f32 and bf16 tensors on the CPU can be shared, not this {part.kind}; pack it.")
@@ -154,7 +165,9 @@ class CpuKV:
         self.page_bytes = spec.num_kv_heads * spec.head_dim * spec.page_size * element  # of K, or V, of a layer
         self._plane_bytes = -(-self.page_bytes * (spec.num_pages + 1) // 64) * 64
         self._address = context.allocate(2 * spec.num_layers * self._plane_bytes)
-        self.planes = (ctypes.c_void_p * (2 * spec.num_layers))(*(self._address + i * self._plane_bytes for i in range(2 * spec.num_layers)))
+        self.planes = (ctypes.c_void_p * (2 * spec.num_layers))(
+            *(self._address + i * self._plane_bytes for i in range(2 * spec.num_layers))
+        )
         weakref.finalize(self, context.release, self._address)
 
     def plane(self, layer: int, value: bool) -> int:
@@ -164,7 +177,9 @@ class CpuKV:
     def read(self, layer: int, pages: Sequence[int]) -> tuple[Tensor, Tensor]:
         spec = self.spec
         if not 0 <= layer < spec.num_layers or any(not 0 <= page <= spec.num_pages for page in pages):
-            raise KernelError(f"layer {layer} of {spec.num_layers}, pages {list(pages)} of 0 .. {spec.num_pages}: there is no such page.")
+            raise KernelError(
+                f"layer {layer} of {spec.num_layers}, pages {list(pages)} of 0 .. {spec.num_pages}: there is no such page."
+            )
         self.context.handle  # noqa: B018  raises once the memory is gone
         k = self._view(layer, False, (spec.num_kv_heads, spec.head_dim, spec.page_size))[list(pages)].permute(0, 3, 1, 2)
         v = self._view(layer, True, (spec.num_kv_heads, spec.page_size, spec.head_dim))[list(pages)].permute(0, 2, 1, 3)
@@ -184,7 +199,7 @@ class CpuRunner:
         self.kv, self.limits, self.context = kv, limits, context
         self.width = model.width
         self._model = model  # the program points into its weights
-        self._program: Program = record(context, model, kv.spec, kv.plane, kv.planes, kv.page_bytes, limits)
+        self.program: Program = record(context, model, kv.spec, kv.plane, kv.planes, kv.page_bytes, limits)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Copies, then the forward: logits float32 [L, width], a view that the next call overwrites.
@@ -192,5 +207,4 @@ class CpuRunner:
         Raises KernelError, before anything is written, for a batch beyond the limits or the page contract; EngineClosedError
         after close() and in a fork()ed child.
         """
-        return self._program.run(batch)
-
+        return self.program.run(batch)

@@ -11,9 +11,10 @@ Buffers hold max_tokens rows before `logit_rows`, max_logits rows after it.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["Program", "Recorder", "layout", "record"]
 
 _ALIGN = 64
+_NAMES = ("embed", "norm", "linear", "gated", "attention", "gather")  # by OpKind
 
 
 @dataclass(eq=False)
@@ -83,13 +85,22 @@ class Recorder:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         source = _buffer(x)
-        return self._add(OpKind.RMS_NORM, source.width, source.logits, x=source, vector=self._vector(weight, source.width, "a norm's weight"), eps=eps)
+        return self._add(
+            OpKind.RMS_NORM,
+            source.width,
+            source.logits,
+            x=source,
+            vector=self._vector(weight, source.width, "a norm's weight"),
+            eps=eps,
+        )
 
     def linear(self, x: Tensor, weight: Packed, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
         source, matrix = _buffer(x), _matrix(weight)
         rows, columns = matrix.shape
         if source.width != columns or matrix.gated:
-            raise KernelError(f"linear: x is {source.width} wide, the matrix {matrix.shape}{' and gated' * matrix.gated}; expected one width, not gated.")
+            raise KernelError(
+                f"linear: x is {source.width} wide, the matrix {matrix.shape}{' and gated' * matrix.gated}; expected one width, not gated."
+            )
         added = None if residual is None else _buffer(residual)
         if added is not None and (added.width != rows or added.logits != source.logits):
             raise KernelError(f"linear: the residual is {added.width} wide, the result {rows}.")
@@ -99,11 +110,19 @@ class Recorder:
     def gated_linear(self, x: Tensor, gate_up: Packed) -> Tensor:
         source, matrix = _buffer(x), _matrix(gate_up)
         if not matrix.gated or source.width != matrix.columns:
-            raise KernelError(f"gated_linear: x is {source.width} wide, the matrix {matrix.shape}; expected one width, packed with gated=True.")
+            raise KernelError(
+                f"gated_linear: x is {source.width} wide, the matrix {matrix.shape}; expected one width, packed with gated=True."
+            )
         return self._add(OpKind.GATED, matrix.widths[0], source.logits, x=source, matrices=matrix.handles)
 
     def attention(
-        self, batch: BatchLike, qkv: Tensor, layer: int, spec: AttentionSpec, q_norm: Tensor | None = None, k_norm: Tensor | None = None
+        self,
+        batch: BatchLike,
+        qkv: Tensor,
+        layer: int,
+        spec: AttentionSpec,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
     ) -> Tensor:
         source, kv, dim = _buffer(qkv), self.spec, spec.head_dim
         if not 0 <= layer < kv.num_layers or spec.num_kv_heads != kv.num_kv_heads or dim != kv.head_dim:
@@ -112,10 +131,14 @@ class Recorder:
                 f"{kv.num_kv_heads} heads of {kv.head_dim}."
             )
         if source.width != (spec.num_heads + 2 * spec.num_kv_heads) * dim or source.logits:
-            raise KernelError(f"attention: qkv is {source.width} wide; expected (heads + 2 kv heads) * head_dim, of all tokens.")
+            raise KernelError(
+                f"attention: qkv is {source.width} wide; expected (heads + 2 kv heads) * head_dim, of all tokens."
+            )
         cos, sin = (table.detach().float().contiguous() for table in (spec.rope.cos, spec.rope.sin))
         if cos.ndim != 2 or cos.shape != sin.shape or 2 * cos.shape[1] > dim:
-            raise KernelError(f"attention: rotary tables are {tuple(cos.shape)} and {tuple(sin.shape)}; expected two [positions, <= {dim // 2}].")
+            raise KernelError(
+                f"attention: rotary tables are {tuple(cos.shape)} and {tuple(sin.shape)}; expected two [positions, <= {dim // 2}]."
+            )
         norms = [None if norm is None else self._vector(norm, dim, "a per-head norm's weight") for norm in (q_norm, k_norm)]
         self.keep += [cos, sin, *norms]
         args = native.AttentionArgs(
@@ -153,21 +176,25 @@ class Recorder:
         self.keep.append(vector)
         return vector
 
-    def _add(self, kind: int, width: int, logits: bool, x: Buffer | None = None, residual: Buffer | None = None, **rest: object) -> Tensor:
+    def _add(
+        self, kind: int, width: int, logits: bool, x: Buffer | None = None, residual: Buffer | None = None, **rest: object
+    ) -> Tensor:
         y, index = Buffer(width, logits), len(self.recorded)
-        for buffer in (x, residual, y):
-            if buffer is not None:
-                consumed = [i for i in buffer.ops[1:] if self.recorded[i].kind == OpKind.ATTENTION and self.recorded[i].x is buffer]
-                if consumed:
-                    raise KernelError("a model reads qkv after attention, which changes it; read it before.")
-                buffer.ops.append(index)
+        for buffer in {x, residual} - {None}:
+            assert buffer is not None
+            if any(self.recorded[i].kind == OpKind.ATTENTION and self.recorded[i].x is buffer for i in buffer.ops):
+                raise KernelError("a model reads qkv after attention, which changes it; read it before.")
+            buffer.ops.append(index)
+        y.ops.append(index)
         self.recorded.append(_Recorded(kind, y, x, residual, **rest))  # type: ignore[arg-type]
         return cast("Tensor", y)
 
 
 def _buffer(x: object) -> Buffer:
     if not isinstance(x, Buffer):
-        raise KernelError(f"while it is recorded, a model may give ops only what ops returned, not a {type(x).__name__}: use the Ops for all arithmetic.")
+        raise KernelError(
+            f"while it is recorded, a model may give ops only what ops returned, not a {type(x).__name__}: use the Ops for all arithmetic."
+        )
     return x
 
 
@@ -220,7 +247,19 @@ def layout(recorded: list[_Recorded], result: Buffer, limits: Limits) -> tuple[d
 class Program:
     """The replayable forward: C ops, their memory, and the arrays that a batch is copied into."""
 
-    def __init__(self, context: Context, handle: int, spec: KVSpec, planes: object, page_bytes: int, limits: Limits, logits: Tensor, keep: object) -> None:
+    def __init__(
+        self,
+        context: Context,
+        handle: int,
+        names: list[str],
+        spec: KVSpec,
+        planes: object,
+        page_bytes: int,
+        limits: Limits,
+        logits: Tensor,
+        keep: object,
+    ) -> None:
+        self.names = names
         self._context, self._handle, self._limits, self._logits, self._keep = context, handle, limits, logits, keep
         self._copy_args = (planes, 2 * spec.num_layers, page_bytes)
         self._num_pages = spec.num_pages
@@ -232,18 +271,35 @@ class Program:
             "kv_indices": limits.max_pages,
             "kv_last_page_len": limits.max_rows,
         }
-        self._arrays: dict[str, NDArray[np.int32] | NDArray[np.int64]] = {name: np.zeros(size, np.int32) for name, size in ints.items()}
+        self._arrays: dict[str, NDArray[np.int32] | NDArray[np.int64]] = {
+            name: np.zeros(size, np.int32) for name, size in ints.items()
+        }
         self._arrays["kv_slots"] = np.zeros(limits.max_tokens, np.int64)
         self._batch = native.Batch(**{name: array.ctypes.data for name, array in self._arrays.items()})
         self._run = context.library.phloem_program_run
         self._reference = ctypes.byref(self._batch)
         weakref.finalize(self, _destroy, context, handle)
 
+    @contextlib.contextmanager
+    def profile(self) -> Iterator[NDArray[np.int64]]:
+        """While it lasts, the nanoseconds of each op (see `names`) add up in the array it gives."""
+        times = np.zeros(len(self.names), np.int64)
+        self._context.library.phloem_program_profile(self._handle, times.ctypes.data)
+        try:
+            yield times
+        finally:
+            self._context.library.phloem_program_profile(self._handle, None)
+
     def run(self, batch: ForwardBatch) -> Tensor:
         """CpuRunner.forward's promise."""
         limits, native_batch, context = self._limits, self._batch, self._context
         context.handle  # noqa: B018  raises after close
-        tokens, rows, pages, wanted = len(batch.token_ids), len(batch.kv_last_page_len), len(batch.kv_indices), len(batch.logit_rows)
+        tokens, rows, pages, wanted = (
+            len(batch.token_ids),
+            len(batch.kv_last_page_len),
+            len(batch.kv_indices),
+            len(batch.logit_rows),
+        )
         if tokens > limits.max_tokens or rows > limits.max_rows or pages > limits.max_pages:
             raise KernelError(
                 f"bad batch: {tokens} tokens, {rows} rows, {pages} pages; the limits of this runner are {limits.max_tokens}, {limits.max_rows}, {limits.max_pages}."
@@ -253,9 +309,20 @@ class Program:
             raise KernelError(f"bad batch: copies is {copies.dtype}{copies.shape}; expected int32(C, 2).")
         copies = np.ascontiguousarray(copies)
         if not tokens:
-            context.check(context.library.phloem_copy_pages(context.handle, *self._copy_args, copies.ctypes.data, len(copies), self._num_pages))
+            context.check(
+                context.library.phloem_copy_pages(
+                    context.handle, *self._copy_args, copies.ctypes.data, len(copies), self._num_pages
+                )
+            )
             return self._logits[:0]
-        counts = {"kv_slots": tokens, "token_ids": tokens, "positions": tokens, "qo_indptr": rows + 1, "kv_indptr": rows + 1, "kv_indices": pages}
+        counts = {
+            "kv_slots": tokens,
+            "token_ids": tokens,
+            "positions": tokens,
+            "qo_indptr": rows + 1,
+            "kv_indptr": rows + 1,
+            "kv_indices": pages,
+        }
         counts["kv_last_page_len"] = rows
         for name, count in counts.items():
             source, target = getattr(batch, name), self._arrays[name]
@@ -286,7 +353,13 @@ def _destroy(context: Context, handle: int) -> None:
 
 
 def record(
-    context: Context, model: Model, spec: KVSpec, plane: Callable[[int, bool], int], planes: ctypes.Array[ctypes.c_void_p], page_bytes: int, limits: Limits
+    context: Context,
+    model: Model,
+    spec: KVSpec,
+    plane: Callable[[int, bool], int],
+    planes: ctypes.Array[ctypes.c_void_p],
+    page_bytes: int,
+    limits: Limits,
 ) -> Program:
     """Runs model.forward once on a Recorder and makes the program. Raises KernelError if the model asks for what there is not."""
     recorder = Recorder(spec, plane)
@@ -324,6 +397,7 @@ def record(
     except BaseException:
         context.release(arena)
         raise
-    program = Program(context, handle, spec, planes, page_bytes, limits, logits, (recorder.keep, model))
+    names = [_NAMES[op.kind] + (f" {op.x.width}x{op.y.width}" if op.x is not None and op.matrices else "") for op in recorded]
+    program = Program(context, handle, names, spec, planes, page_bytes, limits, logits, (recorder.keep, model))
     weakref.finalize(program, context.release, arena)
     return program
