@@ -153,13 +153,13 @@ class _Parser:
         if c == "(":
             return self.group(at)
         if c == "[":
-            return Chars(self.char_class(at).sure)
+            return Chars(self.char_class(at).ranges)
         if c == ".":
             return Chars(DOT)
         if c in "^$":
             return _Anchor(c, at)
         if c == "\\":
-            return Chars(self.escape(at, in_class=False).sure)
+            return Chars(self.escape(at, in_class=False).ranges)
         return Chars(self.literal(c, at))
 
     def literal(self, c: str, at: int) -> Ranges:
@@ -221,7 +221,7 @@ class _Parser:
             words = {"b": "a word boundary", "B": "a word boundary", "p": "a Unicode property", "P": "a Unicode property"}
             what = words.get(c, "a backreference" if c.isdigit() or c == "k" else f"\\{c}, which has no one meaning")
             self.refuse(what, "no engine here enforces it: write out the characters that you mean", at)
-        return Class(((point, point),))
+        return Class.of(((point, point),))
 
     def char_class(self, at: int) -> Class:
         negated = self.peek() == "^"
@@ -252,15 +252,15 @@ class _Parser:
         self.at += 1
         if c == "\\":
             return self.escape(at, in_class=True)
-        return Class(self.literal(c, at))
+        return Class.of(self.literal(c, at))
 
     def span(self, low: Class, high: Class, at: int) -> Class:
-        ends = [c.sure[0][0] for c in (low, high) if len(c.sure) == 1 and c.sure[0][0] == c.sure[0][1]]
+        ends = [r[0][0] for r in (low.ranges, high.ranges) if len(r) == 1 and r[0][0] == r[0][1]]
         if len(ends) != 2:
             self.refuse("a range that ends in a class", "write \\- for the character, or put it last", at)
         if ends[0] > ends[1]:
             self.refuse("a range that is the wrong way round", "its first character must be the lower one", at)
-        return Class(union([(ends[0], ends[1])]))
+        return Class.of(union([(ends[0], ends[1])]))
 
     # ---------------------------------------------------------------------------------------------------------- anchors
 

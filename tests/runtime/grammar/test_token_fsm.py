@@ -105,9 +105,9 @@ class TestDeadEnds:
 
     def test_no_mask_leads_to_a_state_that_cannot_end(self) -> None:
         v = toy_vocabulary(missing=b"sq", merges=["y e", "t r"], extra=[b"sx", b"qa", b"nq"])
-        language = {b"yes", b"yet", b"sxe", b"sya", b"nqa", b"nqb", b"aqa"}
+        language = {b"yes", b"yet", b"sxe", b"sya", b"nqa", b"nqb", b"aqa", b"cqz", b"yeq"}
         for mode in ("canonical", "permissive"):
-            grammar = FSM.regex("yes|yet|sxe|sya|nqa|nqb|aqa", v, Limits(), mode)  # type: ignore[arg-type]
+            grammar = FSM.regex("yes|yet|sxe|sya|nqa|nqb|aqa|cqz|yeq", v, Limits(), mode)  # type: ignore[arg-type]
             texts = check_masks(grammar, Oracle(language, v), paths=30)
             assert texts == {b"yet", b"sxe", b"nqa", b"nqb", b"aqa"}
 
