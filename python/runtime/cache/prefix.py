@@ -141,7 +141,7 @@ class PrefixCache:
         grant = Grant(root, key, tree.pin(match), max_pages, self.page_size)
         grant.add(match.pages)
         grant.num_shared = grant.num_pages
-        grant.lease.open[grant] = None
+        self.tree.list_open(grant.lease, grant)
         if source is None:
             return grant, min(covered, limit)
         grant.source = source.node
@@ -212,9 +212,9 @@ class PrefixCache:
 
     def _move(self, grant: Grant, lease: Node) -> None:
         if lease is not grant.lease:
-            del grant.lease.open[grant]
+            self.tree.unlist_open(grant.lease, grant)
             grant.lease = lease
-            lease.open[grant] = None
+            self.tree.list_open(lease, grant)
 
     # ------------------------------------------------------------------------------------------------------- out of it
 
@@ -229,7 +229,7 @@ class PrefixCache:
         self._let_go(grant, own)
 
     def _let_go(self, grant: Grant, own: list[int]) -> None:
-        del grant.lease.open[grant]
+        self.tree.unlist_open(grant.lease, grant)
         self.pool.give(own)
         self.tree.unpin(grant.lease)
 

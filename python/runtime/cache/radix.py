@@ -30,7 +30,8 @@ import heapq
 from bisect import bisect_left, insort
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any, Protocol, cast
 
 from phloem.runtime.cache.pages import PagePool
 
@@ -38,6 +39,12 @@ __all__ = ["TOKEN_BYTES", "Match", "Node", "OpenPage", "RadixTree", "Source", "c
 
 TOKEN_BYTES = 4
 MAX_GROWN_PAGES = 1024  # growing copies the edge's bytes: beyond this a new child is cheaper than the copy
+
+
+# Most nodes are leaves that nobody writes to or waits for: own containers, four a node, would keep the garbage collector busy
+# with nothing (8 of 50 us a prompt of 2,048 tokens). Read-only, so a write to them is an error.
+_EMPTY = cast("dict[Any, Any]", MappingProxyType({}))
+_NO_KEYS = cast("list[bytes]", ())
 
 
 class OpenPage(Protocol):
@@ -71,10 +78,10 @@ class Node:
         self.pages = pages
         self.steps = steps
         self.name = name
-        self.children: dict[bytes, Node] = {}
-        self.order: list[bytes] = []
-        self.open: dict[OpenPage, None] = {}
-        self.watchers: dict[bytes, dict[Any, None]] = {}
+        self.children: dict[bytes, Node] = _EMPTY
+        self.order: list[bytes] = _NO_KEYS
+        self.open: dict[OpenPage, None] = _EMPTY
+        self.watchers: dict[bytes, dict[Any, None]] = _EMPTY
         self.pins = 0
         self.used = 0
         self.dead = False
@@ -217,8 +224,7 @@ class RadixTree:
         parent.children[upper.tokens[: self.page_bytes]] = upper
         node.parent, node.tokens, node.pages, node.steps = upper, node.tokens[cut:], node.pages[n:], node.steps[n:]
         key = node.tokens[: self.page_bytes]
-        upper.children[key] = node
-        upper.order.append(key)
+        upper.children, upper.order = {key: node}, [key]
         self.num_nodes += 1
         self._wake(node)
         return upper
@@ -245,6 +251,17 @@ class RadixTree:
         self.unpin(node)
         return child
 
+    @staticmethod
+    def list_open(node: Node, owner: OpenPage) -> None:
+        """`owner` writes the page behind its lease on `node`: a copy source for others, not the tree's."""
+        if not node.open:
+            node.open = {}
+        node.open[owner] = None
+
+    @staticmethod
+    def unlist_open(node: Node, owner: OpenPage) -> None:
+        del node.open[owner]
+
     def add_tail(self, node: Node, tokens: bytes, page: int, step: int) -> bool:
         """Give a partial page to the tree. False: something here already starts with these tokens (R6)."""
         at = bisect_left(node.order, tokens)
@@ -262,9 +279,12 @@ class RadixTree:
         return True
 
     def _attach(self, child: Node, key: bytes) -> None:
-        assert child.parent is not None
-        child.parent.children[key] = child
-        insort(child.parent.order, key)
+        parent = child.parent
+        assert parent is not None
+        if not parent.children:
+            parent.children, parent.order = {}, []
+        parent.children[key] = child
+        insort(parent.order, key)
         self.num_nodes += 1
 
     # --------------------------------------------------------------------------------------------------- eviction (R7)
@@ -352,6 +372,8 @@ class RadixTree:
         node = match.node
         if node.parent is None:
             self.roots.setdefault(node.name, node)
+        if not node.watchers:
+            node.watchers = {}
         node.watchers.setdefault(following, {})[watcher] = None
         return node, following
 
@@ -370,7 +392,7 @@ class RadixTree:
             if following is None:
                 for same in node.watchers.values():
                     self.stale.update(same)
-                node.watchers = {}
+                node.watchers = _EMPTY
             else:
                 self.stale.update(node.watchers.pop(following, {}))
 

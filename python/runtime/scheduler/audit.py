@@ -62,7 +62,7 @@ def check(scheduler: Scheduler) -> None:
 def _check_node(node: Node, size: int) -> None:
     page_bytes = size * TOKEN_BYTES
     assert node.pins >= 0 and len(node.pages) == len(node.steps) and not node.dead
-    assert sorted(node.children) == node.order, "sorted keys and children disagree"
+    assert sorted(node.children) == list(node.order), "sorted keys and children disagree"
     for key, child in node.children.items():
         assert child.parent is node and child.tokens[:page_bytes] == key and child.pages
         if len(key) < page_bytes:

@@ -183,7 +183,7 @@ def test_a_page_of_this_plan_does_not_hide_an_older_one_behind_it() -> None:
 def test_the_open_page_of_a_live_sequence_is_a_source() -> None:
     tree = RadixTree(4, PagePool(8))
     lease = tree.pin(tree.match(tree.root("r"), b""))
-    lease.open[Owner(pack((1, 2, 3)), 5)] = None
+    tree.list_open(lease, Owner(pack((1, 2, 3)), 5))
     source = tree.source(tree.match(tree.root("r"), pack((1, 2, 9))), pack((1, 2, 9)), step=1)
     assert source is not None and (source.page, source.length, source.node) == (5, 2, None)
 

@@ -223,7 +223,7 @@ class Pair:
         for node in tree.nodes():
             owned += node.pages
             assert node.pins == pins[id(node)] and not node.dead
-            assert sorted(node.children) == node.order
+            assert sorted(node.children) == list(node.order)
             prefix = b"".join(n.tokens for n in tree.path(node))
             for k, page in enumerate(node.pages, 1):
                 above = len(prefix) - len(node.tokens)
