@@ -35,10 +35,11 @@ def target_kind(stored: str, dtype: Dtype, *, is_table: bool) -> WeightKind:
         return _AUTO.get(stored, "f32")
     if dtype == "f32" or dtype == "bf16":
         return dtype
-    kept = ("q8_0",) if dtype == "q8" else ("q4_0", "q4_1", "q8_0") if is_table else ("q4_0", "q4_1")
-    if stored in kept:
+    if dtype == "q8":
+        return "q8_0"
+    if stored in ("q4_0", "q4_1") or (stored == "q8_0" and is_table):
         return _AUTO[stored]
-    return "q8_0" if dtype == "q8" or is_table else "q4_0"
+    return "q8_0" if is_table else "q4_0"
 
 
 def as_weights(tensors: Sequence[Stored], dtype: Dtype, *, is_table: bool = False) -> list[Weight]:

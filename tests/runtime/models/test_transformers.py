@@ -84,6 +84,8 @@ def test_logits_agree(config: dict[str, Any], tmp_path: Path) -> None:
         pytest.param({"rope_scaling": {"type": "linear", "factor": 2.0}}, id="linear, transformers 4 spelling"),
         pytest.param({"rope_scaling": LLAMA3}, id="llama3"),
         pytest.param({"rope_scaling": YARN}, id="yarn"),
+        pytest.param({"rope_scaling": {**YARN, "factor": None}}, id="yarn, factor from the contexts"),
+        pytest.param({"rope_scaling": YARN, "original_max_position_embeddings": 64}, id="yarn, original context outside"),
         pytest.param(
             {"rope_scaling": {**YARN, "attention_factor": 0.8, "beta_fast": 20, "beta_slow": 2}}, id="yarn attention factor"
         ),
