@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from phloem.runtime.engine.compiling import GrammarCounters
 from phloem.runtime.errors import GrammarDeadEnd
 from phloem.runtime.request import GrammarSpec, Request, SamplingParams, TokenLogprob
 from phloem.runtime.step import FUTURE, NO_SLOT, Row, RowFailure, Sampled, SampleRow, SampleSpec, StepPlan, StepResult
@@ -368,6 +369,9 @@ class PatternGrammars:
     delay: int = 0
     broken: frozenset[str] = frozenset()
     cancelled: int = 0
+
+    def counters(self) -> GrammarCounters:
+        return GrammarCounters()
 
     def begin(self, request: Request) -> PendingPattern:
         assert isinstance(request.grammar, GrammarSpec)

@@ -19,7 +19,7 @@ LAYERS: dict[str, int] = {
     "cache": 20, "grammar": 20, "backends": 20, "layers": 21, "models": 22,
     "scheduler": 30, "executor": 30,
     "engine.core": 40,
-    "text": 41, "engine.collect": 42, "engine.client": 43, "engine.calls": 44, "engine.select": 44,
+    "text": 41, "engine.collect": 42, "engine.client": 43, "engine.constraint": 43, "engine.calls": 44, "engine.select": 44,
     "engine.grammars": 44, "engine.build": 45,
     "engine.sync": 50, "engine.aio": 50, "engine.process": 50,
     "serve": 60, "rl": 60, "lang": 60,

@@ -251,6 +251,7 @@ class OutputDelta(msgspec.Struct):
 
     token_ids, logprobs: new since the last delta (logprobs empty, or one a token).
     prompt_logprobs: new prompt entries, in order; the first is of position max(1, sampling.prompt_logprobs).
+    dropped_keywords: (JSON pointer, keyword) that strict=False left out; in the last one.
     """
 
     request_id: str
@@ -262,6 +263,7 @@ class OutputDelta(msgspec.Struct):
     seed: int = 0
     weights_version: int = 0
     error: WireError | None = None
+    dropped_keywords: tuple[tuple[str, str], ...] = ()
 
 
 class Delta(msgspec.Struct, frozen=True):

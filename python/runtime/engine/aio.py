@@ -33,6 +33,7 @@ from phloem.runtime.engine.calls import (
     check_timeout,
 )
 from phloem.runtime.engine.client import EngineClient, InprocClient
+from phloem.runtime.engine.constraint import GrammarOptions
 from phloem.runtime.errors import PhloemError, RequestTimeoutError
 from phloem.runtime.request import Delta, Output, TokenLogprob
 
@@ -141,10 +142,13 @@ class AsyncEngine:
         timeout: float | None = None,
         priority: int = 0,
         namespace: str = "",
+        **constraint: Unpack[GrammarOptions],
     ) -> AsyncStream:
         """As Engine.stream: `async for delta in engine.stream(…)`. Needs a running loop; a refused prompt raises at the first step."""
         self._client.ensure_usable()
-        call = self._verbs.generate(prompt, sampling, n=n, priority=priority, namespace=namespace, streaming=True)
+        call = self._verbs.generate(
+            prompt, sampling, n=n, priority=priority, namespace=namespace, streaming=True, **constraint
+        )
         return AsyncStream(self, call, timeout)
 
     def stream_chat(
@@ -159,11 +163,13 @@ class AsyncEngine:
         template: str | None = None,
         variables: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        **constraint: Unpack[GrammarOptions],
     ) -> AsyncStream:
         """`chat`, piece by piece."""
         self._client.ensure_usable()
         call = self._verbs.chat(
-            messages, sampling, n=n, priority=priority, namespace=namespace, streaming=True, template=template, variables=variables, tools=tools
+            messages, sampling, n=n, priority=priority, namespace=namespace, streaming=True, template=template, variables=variables, tools=tools,
+            **constraint,
         )  # fmt: skip
         return AsyncStream(self, call, timeout)
 

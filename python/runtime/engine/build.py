@@ -21,6 +21,7 @@ from phloem.runtime.backends.base import Backend, KVSpec, Limits
 from phloem.runtime.config import EngineConfig, Hardware, Resolved, resolve
 from phloem.runtime.engine.collect import Collector
 from phloem.runtime.engine.core import CoreSettings, EngineCore
+from phloem.runtime.engine.grammars import Grammars, vocabulary_of
 from phloem.runtime.errors import ConfigError
 from phloem.runtime.executor.local import LocalExecutor
 from phloem.runtime.executor.sampler import ReferenceSampler, Sampler
@@ -115,20 +116,33 @@ def build(config: EngineConfig, on_load: Callable[[str], None] | None = None) ->
             )  # fmt: skip
             resolved = _resolve(config, hardware, opened.config, loaded.weight_bytes)
             report("the KV pool")
-            core = _core(backend, loaded, resolved, tokenizer)
+            grammars = _grammars(loaded.opened, tokenizer)
+            core = _core(backend, loaded, resolved, tokenizer, grammars)
     except BaseException:
         backend.close()
         raise
-    return Parts(core, Text(tokenizer), tokenizer, config, resolved, backend.close)
+
+    def close() -> None:
+        grammars.close()
+        backend.close()
+
+    return Parts(core, Text(tokenizer), tokenizer, config, resolved, close)
 
 
-def _core(backend: Backend, loaded: LoadedModel, resolved: Resolved, tokenizer: Tokenizer) -> EngineCore:
+def _grammars(opened: OpenModel, tokenizer: Tokenizer) -> Grammars:
+    ends = frozenset(tokenizer.eos_ids) | frozenset(opened.eos_ids)
+    return Grammars(lambda: vocabulary_of(tokenizer, ends, opened.config.vocabulary), tokenizer.eos_id)
+
+
+def _core(
+    backend: Backend, loaded: LoadedModel, resolved: Resolved, tokenizer: Tokenizer, grammars: Grammars
+) -> EngineCore:
     kv, limits, max_running = kv_spec(loaded.config, resolved), limits_of(resolved), resolved.config.max_running
     executor = LocalExecutor(
         backend.bind(loaded.model, kv, limits), _sampler(backend, tokenizer, loaded.config, max_running), page_size=kv.page_size,
         num_pages=kv.num_pages, width=loaded.config.vocabulary, max_running=max_running, max_logits=limits.max_logits, overlap=resolved.overlap,
     )  # fmt: skip
-    return EngineCore(_core_settings(resolved, loaded.opened, tokenizer), executor)
+    return EngineCore(_core_settings(resolved, loaded.opened, tokenizer), executor, grammar=grammars)
 
 
 @contextmanager

@@ -17,14 +17,15 @@ import itertools
 import operator
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol, TypeAlias, TypedDict
+from typing import Any, Literal, Protocol, TypeAlias, Unpack
 
 import msgspec
 
 from phloem.runtime.engine.client import Sink
 from phloem.runtime.engine.collect import Collector
+from phloem.runtime.engine.constraint import GrammarOptions, grammar_spec, without_ignored_stops
 from phloem.runtime.errors import InvalidRequestError, PhloemError, RequestTimeoutError
-from phloem.runtime.request import Delta, Output, OutputDelta, Request, SamplingParams, TokenLogprob, Usage
+from phloem.runtime.request import Delta, GrammarSpec, Output, OutputDelta, Request, SamplingParams, TokenLogprob, Usage
 
 __all__ = [
     "Call", "CallOptions", "ChatOptions", "Conversations", "IdArray", "Message", "OnError", "Prompt", "Prompts", "Sample", "Sampling", "SamplingOfMany", "TextSide",
@@ -51,8 +52,8 @@ SamplingOfMany: TypeAlias = "Sampling | Sequence[Sampling] | None"
 OnError: TypeAlias = Literal["raise", "return"]
 
 
-class CallOptions(TypedDict, total=False):
-    """Arguments that every generating verb takes.
+class CallOptions(GrammarOptions, total=False):
+    """Arguments that every generating verb takes, beside those of GrammarOptions.
 
     timeout: seconds for the whole call; then its requests are aborted and RequestTimeoutError is raised.
     on_error: "raise" refuses the whole call for one bad prompt, before anything is computed; "return" puts each error into its
@@ -265,6 +266,7 @@ class Verbs:
         namespace: str = "",
         streaming: bool = False,
         progress: Callable[[int, int], None] | None = None,
+        **constraint: Unpack[GrammarOptions],
     ) -> Call:
         single = is_one_prompt(prompt)
         prompts: Sequence[Any] = [prompt] if single else list(prompt)  # type: ignore[arg-type]
@@ -274,7 +276,7 @@ class Verbs:
             )
         return self._call(
             prompts, self.prompt_ids, sampling, single=single, n=n, on_error=on_error, priority=priority, namespace=namespace,
-            streaming=streaming, progress=progress,
+            streaming=streaming, progress=progress, grammar=grammar_spec(**constraint),
         )  # fmt: skip
 
     def chat(
@@ -291,6 +293,7 @@ class Verbs:
         template: str | None = None,
         variables: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        **constraint: Unpack[GrammarOptions],
     ) -> Call:
         if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
             raise InvalidRequestError(
@@ -303,7 +306,7 @@ class Verbs:
         conversations: Sequence[Any] = [messages] if single else messages
         return self._call(
             conversations, functools.partial(self.chat_ids, template=template, variables=variables, tools=tools), sampling, single=single, n=n, on_error=on_error, priority=priority, namespace=namespace,
-            streaming=streaming, progress=progress,
+            streaming=streaming, progress=progress, grammar=grammar_spec(**constraint),
         )  # fmt: skip
 
     def score(self, prompt: Prompt | Sequence[Prompt], from_position: int, top_logprobs: int, namespace: str) -> Call:
@@ -371,6 +374,7 @@ class Verbs:
         namespace: str,
         streaming: bool,
         progress: Callable[[int, int], None] | None,
+        grammar: GrammarSpec | None,
     ) -> Call:
         self._check(n, on_error, priority, namespace)
         params = _sampling_of(sampling, len(prompts), single)
@@ -386,8 +390,8 @@ class Verbs:
             group = f"g{next(self._numbers)}" if n > 1 else None
             for sample in range(n):
                 request = Request(
-                    id=f"r{next(self._numbers)}", token_ids=ids, sampling=params[number], namespace=namespace, group=group,
-                    sample=sample, priority=priority,
+                    id=f"r{next(self._numbers)}", token_ids=ids, sampling=without_ignored_stops(params[number], grammar), grammar=grammar,
+                    namespace=namespace, group=group, sample=sample, priority=priority,
                 )  # fmt: skip
                 call.add(number, sample, request, self._text.collector(request))
         return call

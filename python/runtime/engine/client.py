@@ -29,6 +29,8 @@ from phloem.runtime.request import OutputDelta, Request
 __all__ = ["Core", "EngineClient", "InprocClient", "Sink", "Verb"]
 
 Verb = Literal["stats", "explain", "flush", "check"]
+BLOCKED_SECONDS = 0.001
+"""How long to sleep between two looks at grammars that compile elsewhere."""
 VERBS: tuple[Verb, ...] = ("stats", "explain", "flush", "check")
 
 
@@ -48,6 +50,10 @@ class Core(Protocol):
 
     @property
     def has_work(self) -> bool: ...
+    @property
+    def is_blocked(self) -> bool:
+        """All there is to do is to wait for work that is done elsewhere."""
+
     def add(self, request: Request) -> None: ...
     def abort(self, request_id: str) -> None: ...
     def stop(self, request_id: str, num_tokens: int) -> None: ...
@@ -314,6 +320,8 @@ class InprocClient:
                 self._deliver_all(self._core.step(self._clock()))
                 with self._lock:
                     self._changed.notify_all()
+                    if self._core.is_blocked and not self._inbox and self._ending is None:
+                        self._changed.wait(BLOCKED_SECONDS)
                 return True
             if self._sinks:
                 raise AssertionError(f"the core is idle but requests {sorted(self._sinks)[:4]} have no last delta")
@@ -381,7 +389,7 @@ def _fail(sink: Sink, error: Exception) -> None:
 class _Closed:
     """Stands where the core was, so that its memory goes. Nothing reaches it: every door checks `_ending` first."""
 
-    has_work = False
+    has_work = is_blocked = False
 
     def __getattr__(self, name: str) -> Any:
         raise EngineClosedError("the engine was closed.")

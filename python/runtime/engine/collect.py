@@ -167,6 +167,7 @@ class Collector:
             seed=delta.seed,
             weights_version=delta.weights_version,
             stop_reason=stop_reason,
+            dropped_keywords=delta.dropped_keywords,
             error=error,
         )
         return self._piece(text, reason, usage)

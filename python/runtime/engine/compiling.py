@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from phloem.runtime.errors import GrammarError
@@ -9,7 +10,18 @@ from phloem.runtime.request import Request
 from phloem.runtime.scheduler.scheduler import Scheduler
 from phloem.runtime.scheduler.sequence import Cursor, Sequence
 
-__all__ = ["Compiling", "GrammarService", "PendingCursor"]
+__all__ = ["Compiling", "GrammarCounters", "GrammarService", "PendingCursor"]
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarCounters:
+    """Seconds spent on masks (on the loop) and on compiling (off it), how many masks, and what the cache of compiled grammars did."""
+
+    fill_seconds: float = 0.0
+    compile_seconds: float = 0.0
+    fills: int = 0
+    cache_hits: int = 0
+    cache_misses: int = 0
 
 
 class PendingCursor(Protocol):
@@ -30,6 +42,8 @@ class GrammarService(Protocol):
     def begin(self, request: Request) -> PendingCursor:
         """Start compiling. Raises a PhloemError at once for what is refused at the door."""
 
+    def counters(self) -> GrammarCounters: ...
+
 
 class Compiling:
     def __init__(self, service: GrammarService | None, scheduler: Scheduler) -> None:
@@ -46,6 +60,9 @@ class Compiling:
         if self.service is None:
             raise GrammarError("this engine was built without grammars; leave the constraint out.", param="grammar")
         return self.service.begin(request)
+
+    def counters(self) -> GrammarCounters:
+        return self.service.counters() if self.service is not None else GrammarCounters()
 
     def wait_for(self, q: Sequence, pending: PendingCursor) -> None:
         q.compiling = True

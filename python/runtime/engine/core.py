@@ -305,6 +305,7 @@ class EngineCore:
         return collect_stats(
             self.scheduler,
             self._now,
+            self._compiling.counters(),
             steps=self._steps,
             requests=self._requests,
             refused=self._refused,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from phloem.runtime.engine.compiling import GrammarCounters
     from phloem.runtime.scheduler.scheduler import Scheduler
 
 __all__ = ["EngineStats", "collect_stats"]
@@ -19,7 +20,8 @@ class EngineStats:
     prefill nor cached.   scratch_tokens: of all these, computed for their logits only (R4, prompt logprobs).
     pages_*: every page is in one of the three (P2).   wasted_slots: slots allocated to running sequences and not in use.
     surplus_tokens: drawn beyond an end, never delivered.   oldest_wait_*: of the longest waiting request, in served tokens (the
-    clock of ageing) and in the caller's seconds.   violations: page accounting that had to be rebuilt: bugs of ours.
+    clock of ageing) and in the caller's seconds.   grammar_fill_seconds: of the loop, for grammar_fills masks; grammar_compile_seconds:
+    of compiling, off the loop.   violations: page accounting that had to be rebuilt: bugs of ours.
     """
 
     prefill_tokens: int = 0
@@ -54,12 +56,26 @@ class EngineStats:
     wasted_slots: int = 0
     oldest_wait_tokens: int = 0
     oldest_wait_seconds: float = 0.0
+    grammar_fill_seconds: float = 0.0
+    grammar_fills: int = 0
+    grammar_compile_seconds: float = 0.0
+    grammar_cache_hits: int = 0
+    grammar_cache_misses: int = 0
     weights_version: int = 0
     violations: int = 0
 
 
 def collect_stats(
-    scheduler: Scheduler, now: float, *, steps: int, requests: int, refused: int, forced: int, dropped: int, violations: int
+    scheduler: Scheduler,
+    now: float,
+    grammar: GrammarCounters,
+    *,
+    steps: int,
+    requests: int,
+    refused: int,
+    forced: int,
+    dropped: int,
+    violations: int,
 ) -> EngineStats:
     c, cache = scheduler.counters, scheduler.cache
     live = wasted = 0
@@ -101,6 +117,11 @@ def collect_stats(
         wasted_slots=wasted,
         oldest_wait_tokens=scheduler.served - oldest.served_before if oldest else 0,
         oldest_wait_seconds=max(0.0, now - oldest.arrived_at) if oldest else 0.0,
+        grammar_fill_seconds=grammar.fill_seconds,
+        grammar_fills=grammar.fills,
+        grammar_compile_seconds=grammar.compile_seconds,
+        grammar_cache_hits=grammar.cache_hits,
+        grammar_cache_misses=grammar.cache_misses,
         weights_version=scheduler.version,
         violations=violations,
     )

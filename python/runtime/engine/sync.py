@@ -30,6 +30,7 @@ from phloem.runtime.engine.calls import (
     check_timeout,
 )
 from phloem.runtime.engine.client import EngineClient, InprocClient
+from phloem.runtime.engine.constraint import GrammarOptions
 from phloem.runtime.errors import RequestTimeoutError
 from phloem.runtime.request import Delta, Output, TokenLogprob
 
@@ -146,6 +147,7 @@ class Engine:
         timeout: float | None = None,
         priority: int = 0,
         namespace: str = "",
+        **constraint: Unpack[GrammarOptions],
     ) -> Stream:
         """Generate piece by piece: an iterator of Deltas. The request is checked and queued at once.
 
@@ -153,7 +155,9 @@ class Engine:
         by `delta.index`. The pieces of a sample add up to its Output, `stream.output` in the end.
         """
         self._client.ensure_usable()
-        call = self._verbs.generate(prompt, sampling, n=n, priority=priority, namespace=namespace, streaming=True)
+        call = self._verbs.generate(
+            prompt, sampling, n=n, priority=priority, namespace=namespace, streaming=True, **constraint
+        )
         return Stream(self, call, timeout)
 
     def stream_chat(
@@ -168,11 +172,13 @@ class Engine:
         template: str | None = None,
         variables: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        **constraint: Unpack[GrammarOptions],
     ) -> Stream:
         """`chat`, piece by piece."""
         self._client.ensure_usable()
         call = self._verbs.chat(
-            messages, sampling, n=n, priority=priority, namespace=namespace, streaming=True, template=template, variables=variables, tools=tools
+            messages, sampling, n=n, priority=priority, namespace=namespace, streaming=True, template=template, variables=variables, tools=tools,
+            **constraint,
         )  # fmt: skip
         return Stream(self, call, timeout)
 

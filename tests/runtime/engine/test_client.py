@@ -24,6 +24,8 @@ from phloem.runtime.request import OutputDelta, Request, SamplingParams, WireErr
 class ScriptedCore:
     """Gives each request token 0, 1, 2 … one a step, until max_tokens. A prompt of [666] is refused."""
 
+    is_blocked = False
+
     def __init__(self, pause: float = 0.0) -> None:
         self.pause = pause
         self.live: dict[str, tuple[Request, int]] = {}

@@ -1,0 +1,310 @@
+"""The GrammarService: a request's GrammarSpec in, a cursor out, without the loop ever waiting for a compiler.
+
+    begin ── key ──> CompileCache ──hit──────────────────────────────────────────> cursor(tail) ──> PendingCursor.ready
+                          └─miss──> thread: route (audit, lower) ─> vet in a worker ─> compile ─> first mask ─┘
+
+Owns which engine serves a grammar, the threads and workers that compile, and what masks cost. Knows no tokenizer but as the data
+that `vocabulary_of` makes of one.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phloem.runtime.engine.compiling import GrammarCounters
+from phloem.runtime.errors import EngineClosedError, GrammarError, RequestError
+from phloem.runtime.grammar.audit import AUDIT_VERSION, Route, route
+from phloem.runtime.grammar.base import (
+    AuditReport,
+    CompileCache,
+    CompiledGrammar,
+    Cursor,
+    Limits,
+    NotMine,
+    backend,
+    cache_key,
+)
+from phloem.runtime.grammar.limits import refuse_schema
+from phloem.runtime.grammar.vocabulary import Vocabulary
+from phloem.runtime.request import GrammarSpec, Request
+
+if TYPE_CHECKING:
+    from phloem.runtime.text.tokenizer import Tokenizer
+
+__all__ = ["Grammars", "vocabulary_of"]
+
+SLOW_FILL, MAX_SLOW_FILLS = 0.2, 5
+"""Seconds of one mask, and how many such masks end a request (C6)."""
+INLINE_CHOICES = 4_096
+"""Characters of choices beyond which even a cached grammar's cursor is made off the loop: their trie depends on the prompt."""
+
+
+def vocabulary_of(tokenizer: Tokenizer, eos_ids: Iterable[int], width: int) -> Vocabulary:
+    """The tokenizer as grammars see it. eos_ids: all that end the model's text; the tokenizer's own goes first."""
+    stops = [*([] if tokenizer.eos_id is None else [tokenizer.eos_id]), *sorted(eos_ids)]
+    return Vocabulary(
+        [tokenizer.token_bytes(i) for i in range(min(tokenizer.vocab_size, width))],
+        stop_ids=[i for i in stops if i < width],
+        special_ids=[i for i in tokenizer.control_ids if i < width],
+        width=width,
+        encode=tokenizer.encode_continuation,
+    )
+
+
+class Grammars:
+    """Follows compiling.GrammarService. Threads and workers start with the first grammar.
+
+    vocabulary: makes it, in a compiling thread.   eos_id: the tokenizer's own end token (J8).
+    """
+
+    def __init__(
+        self,
+        vocabulary: Callable[[], Vocabulary],
+        eos_id: int | None,
+        *,
+        limits: Limits | None = None,
+        cache_bytes: int = 256 << 20,
+        threads: int = 2,
+    ) -> None:
+        self.eos_id = eos_id
+        self.cache = CompileCache(cache_bytes)
+        self._limits = limits or Limits()
+        self._make_vocabulary, self._vocabulary = vocabulary, None
+        self._lock = threading.Lock()
+        self._threads, self._pool = threads, None
+        self._fills, self._fill_seconds, self._compile_seconds = 0, 0.0, 0.0
+        self._closed = False
+
+    _vocabulary: Vocabulary | None
+    _pool: ThreadPoolExecutor | None
+
+    def begin(self, request: Request) -> Pending:
+        spec = request.grammar
+        assert spec is not None
+        if self.eos_id is None:
+            raise GrammarError("this model's tokenizer has no end token: no constrained text could end.", param=spec.kind)
+        if len(spec.source) > self._limits.source_bytes:
+            raise GrammarError(
+                f"the {spec.kind.replace('_', ' ')} has {len(spec.source)} characters; at most {self._limits.source_bytes} are compiled.",
+                param=spec.kind,
+            )
+        pending = Pending(self, spec, request.token_ids[-8:])
+        if self._vocabulary is None:
+            self._executor().submit(self._find, pending)
+        else:
+            self._find(pending)
+        return pending
+
+    def counters(self) -> GrammarCounters:
+        return GrammarCounters(self._fill_seconds, self._compile_seconds, self._fills, self.cache.hits, self.cache.misses)
+
+    def close(self) -> None:
+        """Stop compiling. What is pending fails with EngineClosedError."""
+        with self._lock:
+            self._closed, pool = True, self._pool
+        if pool is not None:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _executor(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._closed:
+                raise EngineClosedError("the engine was closed.")
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="phloem-grammar")
+            return self._pool
+
+    def vocabulary(self) -> Vocabulary:
+        with self._lock:
+            if self._vocabulary is None:
+                self._vocabulary = self._make_vocabulary()
+            return self._vocabulary
+
+    def _find(self, pending: Pending) -> None:
+        try:
+            vocabulary = self.vocabulary()
+            key = cache_key(pending.spec, vocabulary, (AUDIT_VERSION,))
+            future, mine = self.cache.claim(key)
+            if mine:
+                self._executor().submit(self._compile, key, pending.spec)
+            if future.done() and len(pending.spec.source) > INLINE_CHOICES and pending.spec.kind == "choices":
+                self._executor().submit(pending.take, future)
+            else:
+                future.add_done_callback(pending.take)
+        except Exception as error:
+            pending.fail(error)
+
+    def _compile(self, key: str, spec: GrammarSpec) -> None:
+        start = time.perf_counter()
+        try:
+            compiled = self.compile(spec)
+        except Exception as error:
+            self.cache.reject(key, error)
+        else:
+            self.cache.resolve(key, compiled)
+        finally:
+            self._compile_seconds += time.perf_counter() - start
+
+    def compile(self, spec: GrammarSpec) -> Served:
+        """Audit, route, vet and compile, all in this thread. Raises GrammarError for what cannot be served."""
+        path = route(spec, self._limits)
+        return serve(path, self.vocabulary(), self._limits)
+
+
+def serve(path: Route, vocabulary: Vocabulary, limits: Limits) -> Served:
+    """Compile with the first of the route's engines that takes it, and make its first mask (C3)."""
+    refusal: GrammarError | None = None
+    for name in path.engines:
+        try:
+            compiled = backend(name).compile(path.spec, vocabulary, limits)
+            served = Served(compiled, replace(compiled.report, lowered=path.lowered, dropped=path.dropped))
+            check_first_mask(served, vocabulary, path.spec.kind)
+        except NotMine:
+            continue
+        except GrammarError as error:
+            refusal = error
+        else:
+            return served
+    if path.fallback is not None:
+        return serve(path.fallback, vocabulary, limits)
+    if refusal is not None and path.unproved and "oneOf" in refusal.message:
+        pointer, keyword = path.unproved[0]
+        refuse_schema(pointer, f"{keyword!r} has options that may overlap, and no engine here checks that only one of them fits. Use "
+                      "anyOf, tell them apart by a required property with a const, or ask for strict=False.")  # fmt: skip
+    raise refusal or GrammarError(
+        f"no engine takes this {path.spec.kind.replace('_', ' ')}: it is too large, or of a kind that none knows.",
+        param=path.spec.kind,
+    )
+
+
+def check_first_mask(compiled: CompiledGrammar, vocabulary: Vocabulary, kind: str) -> None:
+    try:
+        cursor = compiled.cursor()
+        row = np.empty(vocabulary.num_words, np.int32)
+        if not cursor.done:
+            cursor.fill(row)
+            if not row.any():
+                raise GrammarError("nothing can match: the constraint allows no text at all.")
+    except RequestError as error:
+        code = "invalid_json_schema" if kind == "json_schema" else "invalid_grammar"
+        raise GrammarError(f"the constraint cannot be served: {error.message}", param=kind, code=code) from None
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A compiled grammar, and what the audit did before it. Follows base.CompiledGrammar."""
+
+    compiled: CompiledGrammar
+    report: AuditReport
+
+    @property
+    def nbytes(self) -> int:
+        return self.compiled.nbytes
+
+    def cursor(self, tail: Sequence[int] = ()) -> Cursor:
+        return self.compiled.cursor(tail)
+
+
+class Pending:
+    """Follows compiling.PendingCursor. Written by the thread that compiles, read by the loop."""
+
+    def __init__(self, service: Grammars, spec: GrammarSpec, prompt_end: tuple[int, ...]) -> None:
+        self.spec = spec
+        self._service, self._prompt_end = service, prompt_end
+        self._cursor: Timed | None = None
+        self._error: BaseException | None = None
+        self._done = threading.Event()
+        self._cancelled = False
+
+    def ready(self) -> bool:
+        return self._done.is_set()
+
+    def cursor(self) -> Timed:
+        if self._error is not None:
+            raise self._error
+        assert self._cursor is not None
+        return self._cursor
+
+    def cancel(self) -> None:
+        """Nobody waits any more. The grammar goes on into the cache: others may ask for it."""
+        self._cancelled = True
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return self._done.wait(timeout)
+
+    # ---- for the service ----------------------------------------------------------------------------------------------
+
+    def take(self, future: Future[CompiledGrammar]) -> None:
+        try:
+            if not self._cancelled:
+                compiled = future.result()
+                cursor = compiled.cursor(self._service.vocabulary().tail(self._prompt_end))
+                self._cursor = Timed(cursor, self._service, compiled.report)
+        except BaseException as error:
+            self._error = error
+        self._done.set()
+
+    def fail(self, error: BaseException) -> None:
+        self._error = error
+        self._done.set()
+
+
+class Timed:
+    """A cursor whose masks are counted, and whose request ends when they are too slow for its neighbours (C6)."""
+
+    __slots__ = ("_cursor", "_service", "_slow", "report")
+
+    def __init__(self, cursor: Cursor, service: Grammars, report: AuditReport) -> None:
+        self._cursor, self._service, self.report, self._slow = cursor, service, report, 0
+
+    @property
+    def done(self) -> bool:
+        start = time.perf_counter()
+        done = self._cursor.done
+        self._count(time.perf_counter() - start)
+        return done
+
+    @property
+    def dropped(self) -> int:
+        return self._cursor.dropped
+
+    @property
+    def dropped_keywords(self) -> tuple[tuple[str, str], ...]:
+        return self.report.dropped
+
+    def fill(self, row: NDArray[np.int32]) -> None:
+        start = time.perf_counter()
+        self._cursor.fill(row)
+        self._count(time.perf_counter() - start)
+        self._service._fills += 1
+
+    def accept(self, token: int) -> bool:
+        return self._cursor.accept(token)
+
+    def forced(self) -> Sequence[int]:
+        return self._cursor.forced()
+
+    def rollback(self, n: int) -> None:
+        self._cursor.rollback(n)
+
+    def fork(self) -> Timed:
+        return Timed(self._cursor.fork(), self._service, self.report)
+
+    def _count(self, seconds: float) -> None:
+        self._service._fill_seconds += seconds
+        if seconds > SLOW_FILL:
+            self._slow += 1
+            if self._slow >= MAX_SLOW_FILLS:
+                raise GrammarError(
+                    f"{self._slow} masks of this constraint took over {SLOW_FILL:g} s each, too slow for the requests beside it. "
+                    "Simplify it."
+                )

@@ -1,0 +1,212 @@
+"""A Cursor over a foreign engine's matcher: runs, stop ids, open ends and undo, the same for every such engine.
+
+    decision point --mask--> row ─┬─ canonical: the engine's own run, or the one bit that is set   -> pending run
+    (no run pending)              └─ permissive: the one bit that is set, else the model chooses
+    accept(t): pending -> t must be its next id, the row is not asked       else -> t's bit of the row decides (G1)
+
+The engine sees text tokens only. Stop ids and what open_end lets in are handled here: neither ever reaches a matcher, some of
+which cannot be asked anything behind a stop token (G3). Decisions are made when first asked for, once a decision point (J1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phloem.runtime.errors import GrammarDeadEnd
+from phloem.runtime.grammar.vocabulary import MAX_TAIL, Vocabulary
+
+__all__ = ["EngineCursor", "Matcher", "Rules"]
+
+
+class Matcher(Protocol):
+    """An engine's state in one sequence. Raises GrammarError when the engine gives up (its own limits)."""
+
+    def mask(self, row: NDArray[np.int32]) -> None:
+        """Overwrite: the legal text tokens. Stop bits may be anything."""
+
+    def complete(self) -> bool:
+        """The text so far is a whole value."""
+
+    def accept(self, token: int) -> bool:
+        """A text token. False: nothing has changed."""
+
+    def rollback(self, n: int) -> None: ...
+    def fork(self) -> Matcher: ...
+    def run(self, tail: tuple[int, ...]) -> tuple[int, ...]:
+        """The canonical run from here (J9); empty: none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What one compiled grammar's cursors have in common."""
+
+    vocabulary: Vocabulary
+    canonical: bool
+    open_end: bool = False
+
+
+_GOING, _STOPPED, _OPENED = 0, 1, 2  # ended by a stop id, or by a token behind the value
+
+
+class EngineCursor:
+    """See the module's drawing. Follows base.Cursor."""
+
+    __slots__ = ("_at", "_decided", "_done", "_ended", "_final", "_history", "_matcher", "_row", "_row_valid", "_rules", "_run", "_tail")
+
+    def __init__(self, matcher: Matcher, rules: Rules, tail: Sequence[int] = ()) -> None:
+        self._matcher, self._rules = matcher, rules
+        self._tail: tuple[int, ...] = tuple(tail)[-MAX_TAIL:] if rules.canonical else ()
+        self._run: tuple[int, ...] = ()
+        self._at = 0  # of the run, how many are accepted
+        self._ended = _GOING
+        self._decided = self._done = self._row_valid = self._final = False  # _final: complete, and the row holds no text
+        self._row: NDArray[np.int32] = np.empty(rules.vocabulary.num_words, np.int32)
+        self._history: list[tuple[tuple[int, ...], int, tuple[int, ...], int]] = []
+
+    # -------------------------------------------------------------------------------------------------------- questions
+
+    @property
+    def done(self) -> bool:
+        if not self._decided:
+            self._decide()
+        return self._done
+
+    @property
+    def dropped(self) -> int:
+        return int(self._ended == _OPENED)
+
+    def forced(self) -> Sequence[int]:
+        if not self._decided:
+            self._decide()
+        return self._run[self._at :]
+
+    def fill(self, row: NDArray[np.int32]) -> None:
+        if not self._decided:
+            self._decide()
+        if self._ended:
+            row[:] = 0
+        elif self._at < len(self._run):
+            row[:] = 0
+            token = self._run[self._at]
+            row.view(np.uint32)[token >> 5] = 1 << (token & 31)
+        else:
+            row[:] = self._legal()
+
+    # ---------------------------------------------------------------------------------------------------------- changes
+
+    def accept(self, token: int) -> bool:
+        if not self._decided:
+            self._decide()
+        rules = self._rules
+        if self._ended or not 0 <= token < rules.vocabulary.width:
+            return False
+        before = (self._run, self._at, self._tail, self._ended)
+        if self._at < len(self._run):
+            if token != self._run[self._at]:
+                return False
+            self._consume(token)
+            self._at += 1
+        else:
+            if not int(self._legal()[token >> 5]) >> (token & 31) & 1:
+                return False
+            if token in rules.vocabulary.stop_ids:
+                self._ended = _STOPPED
+            elif rules.open_end and self._is_behind(token):
+                self._ended = _OPENED
+            else:
+                self._consume(token)
+        self._history.append(before)
+        if rules.canonical and not self._ended:
+            special = token in rules.vocabulary.special_ids
+            self._tail = () if special else (*self._tail, token)[-MAX_TAIL:]
+        self._row_valid = False
+        if self._ended or self._at == len(self._run):
+            self._run, self._at, self._decided = (), 0, False
+        return True
+
+    def rollback(self, n: int) -> None:
+        if not 0 <= n <= len(self._history):
+            raise ValueError(f"rollback by {n}, but only {len(self._history)} tokens were accepted.")
+        undo = 0
+        for _ in range(n):
+            undo += self._ended == _GOING
+            self._run, self._at, self._tail, self._ended = self._history.pop()
+        if undo:
+            self._matcher.rollback(undo)
+        if n:
+            self._row_valid = False
+            # A run that was pending is still the one of its decision point; with none, asking again gives none again (J1).
+            self._decided = self._at < len(self._run)
+            self._done = False
+
+    def fork(self) -> EngineCursor:
+        other = EngineCursor.__new__(EngineCursor)
+        other._matcher, other._rules = self._matcher.fork(), self._rules
+        other._tail, other._run, other._at, other._ended = self._tail, self._run, self._at, self._ended
+        other._decided, other._done, other._row_valid = self._decided, self._done, self._row_valid
+        other._final = self._final
+        other._row, other._history = self._row.copy(), list(self._history)
+        return other
+
+    # ----------------------------------------------------------------------------------------------------------- inside
+
+    def _consume(self, token: int) -> None:
+        if not self._matcher.accept(token):
+            raise GrammarDeadEnd(
+                f"the grammar engine refuses token {token}, which its own mask let through. Please report this."
+            )
+
+    def _decide(self) -> None:
+        """A decision point: is it over, is something forced?"""
+        self._decided, self._run, self._at = True, (), 0
+        if self._ended:
+            self._done = True
+            return
+        row = self._legal()
+        words = np.flatnonzero(row)
+        self._done = False
+        if not len(words):
+            raise GrammarDeadEnd(
+                "no token is legal here: the grammar's language cannot be spelled any further. Please report this."
+            )
+        complete = self._matcher.complete()
+        if complete:
+            self._done = self._final  # what open_end lets in continues nothing
+        elif self._rules.canonical:
+            self._run = self._matcher.run(self._tail)
+        if not self._run and not self._done and len(words) == 1:
+            word = int(row.view(np.uint32)[words[0]])
+            if word & (word - 1) == 0:
+                self._run = (int(words[0]) * 32 + word.bit_length() - 1,)
+
+    def _legal(self) -> NDArray[np.int32]:
+        """The plain mask of this state, stop ids and open end included."""
+        if not self._row_valid:
+            vocabulary, row = self._rules.vocabulary, self._row
+            self._matcher.mask(row)
+            for token in vocabulary.stop_ids:
+                row.view(np.uint32)[token >> 5] &= ~(1 << (token & 31)) & 0xFFFFFFFF
+            if self._matcher.complete():
+                self._final = not row.any()
+                if self._rules.open_end:
+                    self._open(row)
+                np.bitwise_or(row, vocabulary.stop_mask, out=row)
+            self._row_valid = True
+        return self._row
+
+    def _open(self, row: NDArray[np.int32]) -> None:
+        """G7: beside what continues the value, every text token whose first byte cannot."""
+        starts = self._rules.vocabulary.starts
+        behind = ~(starts & row).any(axis=1)
+        np.bitwise_or(row, np.bitwise_or.reduce(starts[behind], axis=0, initial=0), out=row)
+
+    def _is_behind(self, token: int) -> bool:
+        """Whether the engine itself does not take this legal token: open_end let it in."""
+        own = np.empty_like(self._row)
+        self._matcher.mask(own)
+        return not int(own[token >> 5]) >> (token & 31) & 1
