@@ -130,9 +130,10 @@ class PrefixCache:
     ) -> tuple[Grant, int] | None:
         """A lease on what is cached of `key`, and how many tokens that covers: at most `limit`. Only leases the path beyond.
 
+        max_pages: all it will ever need (P3); the last token drawn has no slot, so what the tree has of it is left alone.
         None: the page for the copy is not to be had; nothing has changed. Follow with `confirm` or `cancel`.
         """
-        tokens, tree = bytes(key), self.tree
+        tokens, tree = bytes(key[: max_pages * self.tree.page_bytes]), self.tree
         match = tree.match(tree.root(root), tokens)
         covered = len(match.pages) * self.page_size
         source = None
@@ -173,7 +174,9 @@ class PrefixCache:
 
     def adopt(self, grant: Grant) -> int:
         """Take pages which entered the tree behind our lease instead of computing them. Returns the tokens now covered."""
-        match = self.tree.match(grant.lease, bytes(grant.key[grant.num_shared * self.page_size * TOKEN_BYTES :]))
+        page_bytes = self.tree.page_bytes
+        tokens = bytes(grant.key[grant.num_shared * page_bytes : len(grant.table) * page_bytes])
+        match = self.tree.match(grant.lease, tokens)
         if match.pages:
             self.adopted += len(match.pages)
             self._share(grant, match)

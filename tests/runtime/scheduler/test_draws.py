@@ -133,3 +133,14 @@ def test_samples_of_a_group_have_a_cursor_each(overlap: bool, name: str, logprob
         )
         assert (d.said[each].tokens, d.said[each].logprobs) == (alone.tokens, alone.logprobs)
     d.assert_no_leak()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_last_token_is_not_leased_when_a_sequence_waits_for_its_scores(overlap: bool) -> None:
+    """P3: a run that ends the request is known to its last token, which has no slot, though the tree may have a page of it."""
+    d = Driver(grammars=PatternGrammars(PATTERNS), overlap=overlap, page_size=1)
+    d.run([1, 2, 3, 5, 6, 7, 9], max_tokens=2)
+    spec = GrammarSpec(kind="regex", source="forced")
+    said = d.run([1, 2, 3], request={"grammar": spec}, max_tokens=3, logprobs=True)
+    assert said.tokens == [5, 6, 7] and len(said.logprobs) == 3
+    d.assert_no_leak()
