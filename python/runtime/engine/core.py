@@ -84,7 +84,7 @@ class EngineCore:
             hold_ttl=s.hold_ttl,
         )
         self.closed = False
-        self.last_violation: AssertionError | None = None  # of our own invariants: a bug to report
+        self.last_violation: Exception | None = None  # of our own invariants: a bug to report
         self._pipeline = Pipeline(executor)
         self._compiling = Compiling(grammar, self.scheduler)
         self._seeds = Seeds(s.seed)
@@ -94,7 +94,7 @@ class EngineCore:
         self._deltas: list[OutputDelta] = []
         self._now = 0.0
         self._steps = self._requests = self._refused = self._forced = self._dropped = self._violations = 0
-        self._last_failure, self._same_failures = "", 0
+        self._last_failure, self._same_failures, self._violated_in = "", 0, -1
 
     # ------------------------------------------------------------------------------------------------------ requests in
 
@@ -160,7 +160,7 @@ class EngineCore:
             self._begin(now)
             self._step()
             assert audit.balanced(self.scheduler), "P2: pages were lost or are owned twice"
-        except AssertionError as error:  # an invariant of ours is broken: isolate, rebuild, count, live on (P2)
+        except Exception as error:  # an invariant of ours is broken: isolate, rebuild, count, live on (P2)
             self._recover(error)
         return self.drain()
 
@@ -220,13 +220,17 @@ class EngineCore:
             for q in flight.sequences:
                 self.scheduler.fail(q, error)
 
-    def _recover(self, error: AssertionError) -> None:
+    def _recover(self, error: Exception) -> None:
         self._violations += 1
         self.last_violation = error
         self._pipeline.land()
         for q in self._live.values():  # rows of a plan that was never launched, too
             q.in_flight, q.drawing = 0, False
         audit.rebuild(self.scheduler)
+        if self._violated_in == self._steps - 1:  # isolating those that ran did not help: it comes from one that waits
+            for q in list(self._live.values()):
+                self.scheduler.fail(q, error)
+        self._violated_in = self._steps
 
     def drain(self) -> list[OutputDelta]:
         """What there is to say now, without a step."""

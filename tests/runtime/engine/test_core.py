@@ -534,6 +534,27 @@ def test_broken_accounting_isolates_the_running_and_spares_the_rest() -> None:
     d.assert_no_leak()
 
 
+def test_a_bug_that_a_waiting_request_keeps_setting_off_ends_in_replies_not_in_a_loop() -> None:
+    d = Driver(max_running=2)
+    names = [d.submit(ids(165 + i, 10), max_tokens=8) for i in range(3)]
+    real = d.core.scheduler.cache.acquire
+
+    def acquire(root: object, key: bytearray, *args: object) -> object:
+        if bytes(key).startswith(bytes(d.core._live[names[1]].key)):
+            raise ValueError("a bug of ours")
+        return real(root, key, *args)  # type: ignore[arg-type]
+
+    d.core.scheduler.cache.acquire = acquire  # type: ignore[assignment, method-assign]
+    for _ in range(10):
+        if d.core.has_work:
+            d.hear(d.core.step())
+    d.core.scheduler.cache.acquire = real  # type: ignore[method-assign]
+    assert not d.core.has_work and {d.said[name].finish for name in names} == {"error"}
+    d.core.last_violation = None
+    assert d.run(ids(169, 10), max_tokens=8).tokens == cold(ids(169, 10), max_tokens=8).tokens
+    d.assert_no_leak()
+
+
 def test_close_answers_everyone() -> None:
     d = Driver(overlap=True)
     names = [d.submit(ids(170 + i, 10), max_tokens=8) for i in range(3)]
