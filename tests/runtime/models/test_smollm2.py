@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +49,11 @@ def greedy(backend: Backend, loaded: LoadedModel, cases: list[dict[str, Any]], c
     return out
 
 
-def check_logits(backend: Backend, loaded: LoadedModel, numbers: Iterable[int]) -> None:
-    for i in numbers:
-        case = CASES[i]
-        runner = bind(backend, loaded.model, loaded.config, pages=8)
-        logits = runner.forward(make_batch([Piece(case["ids"], 0, [5, 1, 3, 0, 2])], runner.kv.spec))[0].numpy()
-        assert logits.argmax() == LOGITS["argmax"][i] == case["greedy"][0]
+def check_logits(backend: Backend, loaded: LoadedModel, numbers: Sequence[int]) -> None:
+    runner = bind(backend, loaded.model, loaded.config, pages=8 * len(numbers))
+    pieces = [Piece(CASES[i]["ids"], 0, range(8 * at, 8 * at + 8)[::-1]) for at, i in enumerate(numbers)]
+    for i, logits in zip(numbers, runner.forward(make_batch(pieces, runner.kv.spec)).numpy()):
+        assert logits.argmax() == LOGITS["argmax"][i] == CASES[i]["greedy"][0]
         expected = LOGITS["last"][i]
         np.testing.assert_allclose(logits[LOGITS["columns"]], expected, rtol=0, atol=1e-4 * np.abs(expected).max())
 
@@ -84,12 +83,12 @@ def test_all_greedy_tokens_equal_transformers(cpu: tuple[Backend, LoadedModel]) 
 
 
 def test_logits_of_the_reference_agree(reference: tuple[Backend, LoadedModel]) -> None:
-    check_logits(*reference, (0, 3, 8, 17))
+    check_logits(*reference, (3, 8))
 
 
 def test_greedy_tokens_of_the_reference_equal(reference: tuple[Backend, LoadedModel]) -> None:
-    chosen = [CASES[i] for i in (1, 11, 18)]
-    assert greedy(*reference, chosen, 20) == [case["greedy"][:20] for case in chosen]
+    chosen = [CASES[i] for i in (1, 11)]
+    assert greedy(*reference, chosen, 8) == [case["greedy"][:8] for case in chosen]
 
 
 @pytest.mark.slow
