@@ -33,6 +33,7 @@ __all__ = [
 ]  # fmt: skip
 
 MAX_N = 4096
+LONGEST_TIMEOUT = 1e9  # seconds: 31 years. The system's clocks take no infinity
 
 
 class IdArray(Protocol):
@@ -59,7 +60,8 @@ class CallOptions(GrammarOptions, total=False):
     on_error: "raise" refuses the whole call for one bad prompt, before anything is computed; "return" puts each error into its
         own Output (finish_reason "error"; a timeout keeps the text so far, finish_reason "abort").
     priority: higher is sooner; only with policy="priority".   namespace: shares no cache with other namespaces (R8).
-    progress: called with (ended, all) outputs whenever one ends, by the thread that works; keep it quick.
+    progress: called with (ended, all) outputs whenever one ends, by the thread that works; keep it quick, and do not call the
+        engine from it. What it raises ends the call, which raises it.
     """
 
     timeout: float | None
@@ -158,17 +160,18 @@ class Call:
         self._progress = progress
         self._open = 0
         self._error: Exception | None = None
+        self._raised: BaseException | None = None  # by `progress`
 
     def add(self, number: int, sample: int, request: Request, collector: Collector) -> None:
         self.samples.append(Sample(self, number, sample, request, collector))
         self._open += 1
 
-    def add_failed(self, number: int, error: Exception) -> None:
-        """A prompt that never became a request, under on_error="return"."""
-        for sample in range(self.n):
-            self.samples.append(Sample(self, number, sample, None, None))
-            self._open += 1
-            self.samples[-1].fail(error)
+    def add_bad(self, number: int) -> list[Sample]:
+        """A prompt that never became a request, under on_error="return". To be failed once all prompts are known."""
+        bad = [Sample(self, number, sample, None, None) for sample in range(self.n)]
+        self.samples += bad
+        self._open += self.n
+        return bad
 
     # ---- for the facades ------------------------------------------------------------------------------------------------
 
@@ -180,14 +183,16 @@ class Call:
 
     def done(self) -> bool:
         """Nothing more to wait for: all ended, or one failed and the call is to raise."""
-        return self._open == 0 or (self._error is not None and self.on_error == "raise")
+        return self._open == 0 or self._raised is not None or (self._error is not None and self.on_error == "raise")
 
     def stirred(self) -> bool:
         """For a stream: a delta is there, or none will come."""
         return bool(self.deltas) or self.done()
 
-    def failure(self) -> Exception | None:
+    def failure(self) -> BaseException | None:
         """What the call must raise: of several failures, that of the first prompt."""
+        if self._raised is not None:
+            return self._raised
         if self._error is None or self.on_error == "return":
             return None
         if isinstance(self._error, RequestTimeoutError):
@@ -237,7 +242,10 @@ class Call:
         self._open -= 1
         self._error = self._error or sample.error
         if self._progress is not None:
-            self._progress(len(self.samples) - self._open, len(self.samples))
+            try:
+                self._progress(len(self.samples) - self._open, len(self.samples))
+            except BaseException as error:  # the step that it interrupts is others' too: it surfaces in the call alone
+                self._raised, self._progress = error, None
         if self.listener is not None and not self.streaming and self.done():
             self.listener()
 
@@ -376,16 +384,17 @@ class Verbs:
         progress: Callable[[int, int], None] | None,
         grammar: GrammarSpec | None,
     ) -> Call:
-        self._check(n, on_error, priority, namespace)
+        self._check(n, on_error, priority, namespace, progress)
         params = _sampling_of(sampling, len(prompts), single)
         call = Call(single=single, n=n, on_error=on_error, streaming=streaming, progress=progress)
+        bad: list[tuple[Sample, PhloemError]] = []
         for number, prompt in enumerate(prompts):
             try:
                 ids = encode(prompt)
             except PhloemError as error:
                 if on_error == "raise":
                     raise error if single else _of_prompt(error, number, len(prompts)) from error
-                call.add_failed(number, error)
+                bad += [(sample_of_it, error) for sample_of_it in call.add_bad(number)]
                 continue
             group = f"g{next(self._numbers)}" if n > 1 else None
             for sample in range(n):
@@ -394,9 +403,11 @@ class Verbs:
                     namespace=namespace, group=group, sample=sample, priority=priority,
                 )  # fmt: skip
                 call.add(number, sample, request, self._text.collector(request))
+        for sample_of_it, why in bad:
+            sample_of_it.fail(why)
         return call
 
-    def _check(self, n: int, on_error: str, priority: int, namespace: str) -> None:
+    def _check(self, n: int, on_error: str, priority: int, namespace: str, progress: object) -> None:
         if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= MAX_N:
             raise InvalidRequestError(f"n is {n!r}; expected an integer from 1 to {MAX_N}.", param="n")
         if on_error not in ("raise", "return"):
@@ -410,6 +421,8 @@ class Verbs:
             )
         if not isinstance(namespace, str):
             raise InvalidRequestError(f"namespace is {namespace!r}; expected a string.", param="namespace")
+        if progress is not None and not callable(progress):
+            raise InvalidRequestError(f"progress is {progress!r}; expected a function of (ended, all).", param="progress")
 
 
 def check_timeout(timeout: float | None) -> float | None:
@@ -417,7 +430,7 @@ def check_timeout(timeout: float | None) -> float | None:
         return None
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
         raise InvalidRequestError(f"timeout is {timeout!r}; expected seconds above 0, or None.", param="timeout")
-    return float(timeout)
+    return float(min(timeout, LONGEST_TIMEOUT))
 
 
 def is_one_prompt(prompt: object) -> bool:

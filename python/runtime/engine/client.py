@@ -23,7 +23,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any, Literal, Protocol
 
-from phloem.runtime.errors import EngineClosedError, EngineDeadError, PhloemError
+from phloem.runtime.errors import EngineBusyError, EngineClosedError, EngineDeadError, PhloemError
 from phloem.runtime.request import OutputDelta, Request
 
 __all__ = ["Core", "EngineClient", "InprocClient", "Sink", "Verb"]
@@ -85,7 +85,10 @@ class EngineClient(Protocol):
         ...
 
     def run(self, done: Callable[[], bool], deadline: float | None = None) -> bool:
-        """Work, or let another thread work, until done(); False when the deadline (time.monotonic) passed before."""
+        """Work, or let another thread work, until done(); False when the deadline (time.monotonic) passed before.
+
+        Raises EngineBusyError inside a step of this engine (a callback's, a signal handler's): the step waits for them to return.
+        """
         ...
 
     def abandon(self, request_ids: Sequence[str]) -> None:
@@ -162,6 +165,11 @@ class InprocClient:
         while True:
             with self._lock:
                 while self._holder is not None and not done():
+                    if self._holder == threading.get_ident():
+                        raise EngineBusyError(
+                            "this thread is inside a step of this engine already: a progress callback or a signal handler cannot use "
+                            "the engine. Note what you want, and do it when the call that is under way has returned."
+                        )
                     left = None if deadline is None else deadline - time.monotonic()
                     if left is not None and left <= 0:
                         return False
@@ -182,6 +190,8 @@ class InprocClient:
                             raise AssertionError("a caller waits for something that the engine does not have")
                 finally:
                     self._drop_baton()
+                    if self._ending is not None and not isinstance(self._ending, EngineDeadError):
+                        self._finish()  # closed meanwhile, perhaps by ourselves: by a callback inside a step
 
     def abandon(self, request_ids: Sequence[str]) -> None:
         ids = tuple(request_ids)
@@ -278,7 +288,7 @@ class InprocClient:
         with _InterruptsLater():
             with self._lock:
                 if self._holder == threading.get_ident():
-                    return  # a garbage collection inside `serve` closes the engine: `serve` comes back here when its step ends
+                    return  # closed inside a step, by a callback or a garbage collection: `run` and `serve` come back here
                 while self._holder is not None:
                     self._changed.wait()
                 if self._closed:

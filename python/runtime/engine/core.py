@@ -12,13 +12,12 @@ request ends in exactly one final delta (S6). A failed forward voids its steps, 
 
 from __future__ import annotations
 
-from array import array
 from dataclasses import dataclass
 from typing import Literal
 
 from phloem.runtime.cache.prefix import Explanation, PrefixCache
 from phloem.runtime.engine.compiling import Compiling, GrammarService, PendingCursor
-from phloem.runtime.engine.door import check_request, pages_needed
+from phloem.runtime.engine.door import check_namespace, check_prompt, check_request, pages_needed
 from phloem.runtime.engine.outputs import final_deltas, new_deltas, refusal
 from phloem.runtime.engine.pipeline import Pipeline
 from phloem.runtime.engine.seeds import Seeds
@@ -287,16 +286,18 @@ class EngineCore:
         if not self.settings.cache_enabled:
             return 0
         ttl = self.settings.hold_ttl if ttl is None else ttl
-        return self.scheduler.cache.hold(name, (namespace, self.scheduler.version), _key(token_ids), ttl)
+        key = check_prompt(token_ids, self.settings).tobytes()
+        return self.scheduler.cache.hold(name, (namespace, self.scheduler.version), key, ttl)
 
     def release(self, name: str) -> bool:
         """End a hold, by its name or by the id of the request that asked for it. False: there is none, or no more."""
         return self.scheduler.cache.holds.release(name)
 
     def explain(self, token_ids: list[int], namespace: str = "") -> Explanation:
-        """What the cache would give this prompt now (R9). Changes nothing."""
-        root = (namespace, self.scheduler.version)
-        return self.scheduler.cache.explain(root, _key(token_ids), self.scheduler.step + 1)
+        """What the cache would give this prompt now (R9). Changes nothing. Raises InvalidRequestError, as `add` would refuse it."""
+        check_namespace(namespace)
+        key = check_prompt(token_ids, self.settings).tobytes()
+        return self.scheduler.cache.explain((namespace, self.scheduler.version), key, self.scheduler.step + 1)
 
     def flush(self) -> int:
         """Forget everything that nobody holds; how many pages that freed. Raises EngineBusyError while requests live."""
@@ -331,10 +332,3 @@ class EngineCore:
             self._pipeline.land()
             self.closed = True
         self.executor.close()
-
-
-def _key(token_ids: list[int]) -> bytes:
-    try:
-        return array("i", token_ids).tobytes()
-    except (TypeError, ValueError, OverflowError):
-        raise InvalidRequestError("expected a list of token ids.", param="token_ids") from None

@@ -9,13 +9,13 @@ Pure functions. Whatever they raise becomes the request's Output (S6).
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from phloem.runtime.errors import CapacityError, ContextLengthError, InvalidRequestError
 from phloem.runtime.request import Request
 
-__all__ = ["DEFAULT_MAX_TOKENS", "Limits", "check_request", "pages_needed"]
+__all__ = ["DEFAULT_MAX_TOKENS", "Limits", "check_namespace", "check_prompt", "check_request", "pages_needed"]
 
 DEFAULT_MAX_TOKENS = 128
 
@@ -41,8 +41,7 @@ def check_request(request: Request, limits: Limits) -> tuple[array[int], int]:
     """The prompt as int32, and max_tokens with its default filled in. Raises a RequestError."""
     if not isinstance(request.id, str):
         raise InvalidRequestError(f"the request's id is {request.id!r}; expected a string.", param="id")
-    if not isinstance(request.namespace, str):
-        raise InvalidRequestError(f"namespace is {request.namespace!r}; expected a string.", param="namespace")
+    check_namespace(request.namespace)
     if request.group is not None and not isinstance(request.group, str):
         raise InvalidRequestError(f"group is {request.group!r}; expected a string or None.", param="group")
     for name in ("sample", "priority"):
@@ -50,7 +49,7 @@ def check_request(request: Request, limits: Limits) -> tuple[array[int], int]:
         low = 0 if name == "sample" else -(2**31)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**31:
             raise InvalidRequestError(f"{name} is {value!r}; expected an integer from {low} to {2**31 - 1}.", param=name)
-    tokens = _check_prompt(request, limits)
+    tokens = check_prompt(request.token_ids, limits)
     max_tokens = _check_room(len(tokens), request, limits)
     s = request.sampling
     _check_ids("stop_token_ids", s.stop_token_ids, limits)
@@ -69,16 +68,22 @@ def check_request(request: Request, limits: Limits) -> tuple[array[int], int]:
     return tokens, max_tokens
 
 
-def _check_prompt(request: Request, limits: Limits) -> array[int]:
+def check_namespace(namespace: object) -> None:
+    if not isinstance(namespace, str):
+        raise InvalidRequestError(f"namespace is {namespace!r}; expected a string.", param="namespace")
+
+
+def check_prompt(token_ids: Sequence[int], limits: Limits) -> array[int]:
+    """The ids as int32: at least one, each of the vocabulary. Raises InvalidRequestError that says which is not."""
     try:
-        tokens = array("i", request.token_ids)
+        tokens = array("i", token_ids)
     except (TypeError, ValueError, OverflowError):
         raise InvalidRequestError(
             f"the prompt must be token ids from 0 to {limits.vocab_size - 1}; it holds something else.", param="token_ids"
         ) from None
     if not tokens:
         raise InvalidRequestError("the prompt is empty; give at least one token (the model's BOS, say).", param="token_ids")
-    if min(request.token_ids) < 0 or max(request.token_ids) >= limits.vocab_size:
+    if min(token_ids) < 0 or max(token_ids) >= limits.vocab_size:
         at, bad = next((i, t) for i, t in enumerate(tokens) if not 0 <= t < limits.vocab_size)
         raise InvalidRequestError(
             f"the prompt holds id {bad} at position {at}; the vocabulary has ids 0 to {limits.vocab_size - 1}.",

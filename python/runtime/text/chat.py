@@ -125,7 +125,21 @@ def encode_chat(
 
 def _template(tokenizer: Tokenizer, wanted: str | None, tools: Any) -> ChatTemplate:
     named = tokenizer.templates
+    if tools is not None and (
+        isinstance(tools, (str, bytes)) or not isinstance(tools, Sequence) or not all(isinstance(t, Mapping) for t in tools)
+    ):
+        raise InvalidRequestError(f"tools is {tools!r}; expected a list of JSON schemas of functions.", param="tools")
     if wanted is not None:
+        if not isinstance(wanted, str):
+            raise InvalidRequestError(f"template is {wanted!r}; expected a template's name or its source.", param="template")
+        if (
+            wanted not in named and "{" not in wanted
+        ):  # a source without a brace would ignore the messages: it is a misspelled name
+            have = f"has {', '.join(sorted(named))}" if named else "has none"
+            raise InvalidRequestError(
+                f"there is no chat template {wanted!r}: this model {have}. Name one of those, or pass a template's source.",
+                param="template",
+            )
         return _compiled(named.get(wanted, wanted))
     if tools is not None and "tool_use" in named:
         return _compiled(named["tool_use"])
@@ -143,6 +157,8 @@ def _compiled(source: str) -> ChatTemplate:
 
 
 def _check_variables(variables: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    if variables is not None and not isinstance(variables, Mapping):
+        raise InvalidRequestError(f"variables is {variables!r}; expected a mapping of names to values.", param="variables")
     for name in variables or {}:
         if name in _SET_BY_US or not isinstance(name, str):
             raise InvalidRequestError(

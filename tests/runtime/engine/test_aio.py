@@ -194,6 +194,20 @@ def test_a_timeout_aborts_and_says_so() -> None:
     asyncio.run(main())
 
 
+def test_what_progress_raises_wakes_the_task() -> None:
+    def refuse(ended: int, total: int) -> None:
+        raise LookupError(f"{ended} of {total}")
+
+    async def main() -> None:
+        async with AsyncEngine.from_parts(parts()) as e:
+            for prompts, on_error in ((["a", "b"], "raise"), (["a", ""], "return")):
+                with pytest.raises(LookupError, match="1 of 2"):
+                    await asyncio.wait_for(e.generate(prompts, GREEDY, on_error=on_error, progress=refuse), 10)  # type: ignore[call-overload]
+            await idle(e)
+
+    asyncio.run(main())
+
+
 def test_one_engine_serves_loops_one_after_another_and_at_once() -> None:
     engine = AsyncEngine.from_parts(parts())
 

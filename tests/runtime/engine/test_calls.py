@@ -294,6 +294,11 @@ def test_progress_counts_ended_outputs() -> None:
     seen: list[tuple[int, int]] = []
     answer(verbs().generate(["a", "b"], None, n=2, progress=lambda done, total: seen.append((done, total))))
     assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    seen.clear()
+    verbs().generate(["a", "", "b"], None, on_error="return", progress=lambda done, total: seen.append((done, total)))
+    assert seen == [(1, 3)], "a bad prompt is counted once all are known"
+    with pytest.raises(InvalidRequestError, match=r"progress is 5; expected a function"):
+        verbs().generate("a", None, progress=5)  # type: ignore[arg-type]
 
 
 # ---- chat and score -----------------------------------------------------------------------------------------------------

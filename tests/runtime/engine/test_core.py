@@ -160,6 +160,16 @@ def test_explain_says_what_would_hit() -> None:
     assert d.run([*p, 1, 2], max_tokens=1).usage.cached_tokens == 40
 
 
+@pytest.mark.parametrize("ids_", [[], [-1], [5, 2**31 - 1], [2**40], [1.5]])
+def test_explain_and_hold_refuse_what_add_refuses(ids_: list[int]) -> None:
+    d = Driver()
+    for ask in (d.core.explain, lambda i: d.core.hold("mine", i)):
+        with pytest.raises(InvalidRequestError, match="prompt"):
+            ask(ids_)
+    with pytest.raises(InvalidRequestError, match="namespace"):
+        d.core.explain([1], [])  # type: ignore[arg-type]
+
+
 def test_flush_frees_what_nobody_holds() -> None:
     d = Driver()
     d.run(ids(14, 40), max_tokens=4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
 import signal
@@ -207,6 +208,55 @@ def test_a_timeout_aborts_and_says_so() -> None:
                 pass
         assert engine.generate("hello", GREEDY, timeout=60).finish_reason == "length"
         engine.check()
+
+
+def test_a_timeout_may_be_longer_than_clocks_can_count() -> None:
+    with Engine.from_parts(parts(pause=0.002)) as engine:
+        ends: list[str] = []
+        long: list[Any] = [float("inf"), 1e300, 10**400]
+        threads = [threading.Thread(target=lambda t=t: ends.append(engine.generate("hello", GREEDY, timeout=t).finish_reason)) for t in long]  # type: ignore[misc]  # fmt: skip
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+        assert ends == ["length"] * 3, "also for those that wait for another thread's steps"
+
+
+# ---- progress -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_progress_raises_ends_the_call_and_leaves_the_engine_and_its_other_calls_alone(engine: Engine) -> None:
+    def refuse(ended: int, total: int) -> None:
+        raise LookupError(f"{ended} of {total}")
+
+    other = engine.stream("hello", LONG)
+    with pytest.raises(LookupError, match="1 of 2"):
+        engine.generate(["a", "b"], [GREEDY, LONG], progress=refuse)
+    with pytest.raises(LookupError, match="1 of 2"):
+        engine.generate(["", "b"], LONG, progress=refuse, on_error="return")
+    assert engine.stats().running == 1, "what was left of those calls is aborted"
+    assert len([i for delta in other for i in delta.token_ids]) == 400
+
+
+@pytest.mark.parametrize("verb", ["generate", "stream", "stats", "explain"])
+def test_an_engine_cannot_be_used_from_inside_its_own_step(engine: Engine, verb: str) -> None:
+    uses: dict[str, Any] = {
+        "generate": lambda: engine.generate("a", GREEDY), "stream": lambda: engine.stream("a", GREEDY), "stats": engine.stats,
+        "explain": lambda: engine.explain("a"),
+    }  # fmt: skip
+    with pytest.raises(phloem.EngineBusyError, match="inside a step"):
+        engine.generate("hello", GREEDY, progress=lambda ended, total: uses[verb]())
+    assert engine.generate("hello", GREEDY).finish_reason == "length"
+
+
+def test_an_engine_can_be_closed_from_inside_its_own_step() -> None:
+    freed: list[bool] = []
+    made = parts()
+    engine = Engine.from_parts(dataclasses.replace(made, on_close=lambda: freed.append(True)))
+    assert engine.generate("hello", GREEDY, progress=lambda ended, total: engine.close()).finish_reason == "length"
+    assert freed == [True], "at once when the step has ended"
+    with pytest.raises(phloem.EngineClosedError):
+        engine.stats()
 
 
 # ---- streams ------------------------------------------------------------------------------------------------------------

@@ -125,6 +125,26 @@ def test_named_templates(byte_metadata: Make) -> None:
         render_chat(Tokenizer(replace(parts, templates={"rag": "r"})), [user("a")])
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"template": "chatlm"}, r"no chat template 'chatlm': this model has default\. Name one"),
+        ({"template": ""}, "no chat template ''"),
+        ({"template": 5}, "template is 5"),
+        ({"variables": 5}, "variables is 5; expected a mapping"),
+        ({"variables": [("a", 1)]}, "variables is"),
+        ({"tools": 5}, "tools is 5; expected a list"),
+        ({"tools": ["f"]}, "tools is"),
+        ({"tools": "f"}, "tools is"),
+    ],
+)
+def test_options_of_the_wrong_kind_name_themselves(embedded: Tokenizer, options: dict[str, Any], says: str) -> None:
+    for verb in (render_chat, encode_chat):
+        with pytest.raises(InvalidRequestError, match=says) as caught:
+            verb(embedded, [user("a")], **options)
+        assert caught.value.param == next(iter(options))
+
+
 def test_a_template_sees_named_tokens_tools_and_variables(embedded: Tokenizer) -> None:
     source = "{{ bos_token }}|{{ eos_token }}|{{ tools | tojson }}|{{ flag }}|{{ add_generation_prompt }}"
     rendered = render_chat(
