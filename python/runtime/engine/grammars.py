@@ -13,27 +13,27 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from phloem.runtime.engine.compiling import GrammarCounters
-from phloem.runtime.errors import EngineClosedError, GrammarError, RequestError
-from phloem.runtime.grammar.audit import AUDIT_VERSION, Route, route
+from phloem.runtime.errors import EngineClosedError, GrammarError
+from phloem.runtime.grammar.audit import AUDIT_VERSION, AUDITED, route
 from phloem.runtime.grammar.base import (
     AuditReport,
     CompileCache,
     CompiledGrammar,
     Cursor,
+    GrammarBackend,
     Limits,
-    NotMine,
     backend,
     cache_key,
 )
-from phloem.runtime.grammar.limits import refuse_schema
+from phloem.runtime.grammar.compile import Served, Static, Vetting, Workers, serve
 from phloem.runtime.grammar.vocabulary import Vocabulary
+from phloem.runtime.grammar.xgrammar import XGrammar, XGrammarGrammar, compile_static, read_static
 from phloem.runtime.request import GrammarSpec, Request
 
 if TYPE_CHECKING:
@@ -43,6 +43,8 @@ __all__ = ["Grammars", "vocabulary_of"]
 
 SLOW_FILL, MAX_SLOW_FILLS = 0.2, 5
 """Seconds of one mask, and how many such masks end a request (C6)."""
+VETTED = ("choices", "json_object")
+"""Kinds that need no worker: their size bounds what they cost."""
 INLINE_CHOICES = 4_096
 """Characters of choices beyond which even a cached grammar's cursor is made off the loop: their trie depends on the prompt."""
 
@@ -80,6 +82,7 @@ class Grammars:
         self._make_vocabulary, self._vocabulary = vocabulary, None
         self._lock = threading.Lock()
         self._threads, self._pool = threads, None
+        self._workers = Workers(self.vocabulary, self._limits)
         self._fills, self._fill_seconds, self._compile_seconds = 0, 0.0, 0.0
         self._closed = False
 
@@ -110,6 +113,7 @@ class Grammars:
         """Stop compiling. What is pending fails with EngineClosedError."""
         with self._lock:
             self._closed, pool = True, self._pool
+        self._workers.close()
         if pool is not None:
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -132,7 +136,9 @@ class Grammars:
     def _find(self, pending: Pending) -> None:
         try:
             vocabulary = self.vocabulary()
-            key = cache_key(pending.spec, vocabulary, (AUDIT_VERSION,))
+            key = cache_key(
+                pending.spec, vocabulary, (AUDIT_VERSION, *(f"{name} {versions}" for name, versions in AUDITED.items()))
+            )
             future, mine = self.cache.claim(key)
             if mine:
                 self._executor().submit(self._compile, key, pending.spec)
@@ -145,73 +151,35 @@ class Grammars:
 
     def _compile(self, key: str, spec: GrammarSpec) -> None:
         start = time.perf_counter()
+        vetting: Vetting | None = None
+        compiled: Served | None = None
         try:
-            compiled = self.compile(spec)
+            if spec.trusted or spec.kind in VETTED:
+                compiled = serve(route(spec, self._limits), self.vocabulary(), self._limits)
+            else:
+                vetting = self._workers.vet(spec)
+                compiled = serve(vetting.route, self.vocabulary(), self._limits, _quickly)
         except Exception as error:
             self.cache.reject(key, error)
         else:
             self.cache.resolve(key, compiled)
-        finally:
-            self._compile_seconds += time.perf_counter() - start
+        self._compile_seconds += time.perf_counter() - start
+        if vetting is not None:
+            static = vetting.static()  # also gives the worker back
+            if static is not None and compiled is not None and isinstance(compiled.compiled, XGrammarGrammar):
+                self._adopt(compiled.compiled, vetting.route.spec, static)
 
-    def compile(self, spec: GrammarSpec) -> Served:
-        """Audit, route, vet and compile, all in this thread. Raises GrammarError for what cannot be served."""
-        path = route(spec, self._limits)
-        return serve(path, self.vocabulary(), self._limits)
-
-
-def serve(path: Route, vocabulary: Vocabulary, limits: Limits) -> Served:
-    """Compile with the first of the route's engines that takes it, and make its first mask (C3)."""
-    refusal: GrammarError | None = None
-    for name in path.engines:
-        try:
-            compiled = backend(name).compile(path.spec, vocabulary, limits)
-            served = Served(compiled, replace(compiled.report, lowered=path.lowered, dropped=path.dropped))
-            check_first_mask(served, vocabulary, path.spec.kind)
-        except NotMine:
-            continue
-        except GrammarError as error:
-            refusal = error
-        else:
-            return served
-    if path.fallback is not None:
-        return serve(path.fallback, vocabulary, limits)
-    if refusal is not None and path.unproved and "oneOf" in refusal.message:
-        pointer, keyword = path.unproved[0]
-        refuse_schema(pointer, f"{keyword!r} has options that may overlap, and no engine here checks that only one of them fits. Use "
-                      "anyOf, tell them apart by a required property with a const, or ask for strict=False.")  # fmt: skip
-    raise refusal or GrammarError(
-        f"no engine takes this {path.spec.kind.replace('_', ' ')}: it is too large, or of a kind that none knows.",
-        param=path.spec.kind,
-    )
+    def _adopt(self, grammar: XGrammarGrammar, spec: GrammarSpec, static: Static) -> None:
+        """Later cursors use the static grammar, which a worker has made within its limits (C4)."""
+        start = time.perf_counter()
+        vocabulary = self.vocabulary()
+        grammar.use(compile_static(spec, vocabulary) if static.blob is None else read_static(static.blob, vocabulary))
+        self._compile_seconds += time.perf_counter() - start
 
 
-def check_first_mask(compiled: CompiledGrammar, vocabulary: Vocabulary, kind: str) -> None:
-    try:
-        cursor = compiled.cursor()
-        row = np.empty(vocabulary.num_words, np.int32)
-        if not cursor.done:
-            cursor.fill(row)
-            if not row.any():
-                raise GrammarError("nothing can match: the constraint allows no text at all.")
-    except RequestError as error:
-        code = "invalid_json_schema" if kind == "json_schema" else "invalid_grammar"
-        raise GrammarError(f"the constraint cannot be served: {error.message}", param=kind, code=code) from None
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """A compiled grammar, and what the audit did before it. Follows base.CompiledGrammar."""
-
-    compiled: CompiledGrammar
-    report: AuditReport
-
-    @property
-    def nbytes(self) -> int:
-        return self.compiled.nbytes
-
-    def cursor(self, tail: Sequence[int] = ()) -> Cursor:
-        return self.compiled.cursor(tail)
+def _quickly(name: str) -> GrammarBackend:
+    """Engines for a grammar that is vetted: xgrammar's static form comes later, from the worker."""
+    return XGrammar(static_seconds=0) if name == "xgrammar" else backend(name)
 
 
 class Pending:

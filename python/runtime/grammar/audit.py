@@ -23,7 +23,7 @@ from phloem.runtime.grammar.limits import check_size, read_schema
 from phloem.runtime.grammar.lower import lower_schema
 from phloem.runtime.request import GrammarSpec
 
-__all__ = ["AUDITED", "AUDIT_VERSION", "ENGINES_OF", "Route", "XGRAMMAR_FACTS", "route", "xgrammar_objection"]
+__all__ = ["AUDITED", "AUDIT_VERSION", "ENGINES_OF", "Route", "XGRAMMAR_FACTS", "is_audited", "route", "xgrammar_objection"]
 
 AUDIT_VERSION = "audit 1"
 """Part of every cache key (C5): raise it whenever a fact or a lowering changes."""

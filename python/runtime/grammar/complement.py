@@ -56,7 +56,7 @@ def most_of_complement(schema: Any, known: Known, within: Any) -> list[Any] | No
 
     A property of which the two say disjoint things tells them apart as soon as it is there: that alternative goes first.
     """
-    while isinstance(schema, dict) and set(schema) <= {"$ref", "$defs"}:
+    while isinstance(schema, dict) and "$ref" in schema and set(schema) <= {"$ref", "$defs"}:
         schema = known.target(schema["$ref"])
     if not isinstance(schema, dict):
         return None

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from phloem.runtime.errors import GrammarError
 from phloem.runtime.grammar.base import AuditReport, Limits, NotMine, mask_mode
 from phloem.runtime.grammar.engine_cursor import EngineCursor, Rules
+from phloem.runtime.grammar.regex_syntax import parse_regex, portable_pattern
 from phloem.runtime.grammar.vocabulary import Vocabulary
 from phloem.runtime.grammar.whitespace import llguidance_options
 from phloem.runtime.request import GrammarSpec
@@ -148,7 +149,7 @@ def _grammar_of(spec: GrammarSpec) -> str:
             return str(llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options))
         return _unforced(f"start: %json {json.dumps({**schema, 'x-guidance': options})}")
     if spec.kind == "regex":
-        lark = f"start: /{llguidance.regex_to_lark(spec.source, 'dw')}/"
+        lark = f"start: /{portable_pattern(parse_regex(spec.source))}/"
     elif spec.kind == "choices":
         lark = "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(spec.source))
     elif spec.kind == "lark":

@@ -56,6 +56,10 @@ _OF_TYPE = {
 }  # fmt: skip
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "minContains", "maxContains")
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_BOUNDS = (
+    ("minimum", "maximum"), ("exclusiveMinimum", "maximum"), ("minimum", "exclusiveMaximum"), ("minLength", "maxLength"),
+    ("minItems", "maxItems"), ("minProperties", "maxProperties"),
+)  # fmt: skip
 _IN_PLACE = ("$ref", "allOf", "anyOf", "oneOf", "not", "if", "dependentSchemas", "dependencies")
 
 
@@ -586,6 +590,9 @@ class _Lowering:
     # --------------------------------------------------------------------------------------------------------- the whole
 
     def simplified(self, made: dict[str, Any], pointer: str) -> Schema:
+        for low, high in _BOUNDS:
+            if low in made and high in made and made[low] > made[high]:
+                refuse_schema(pointer, f"{low} {made[low]} is above {high} {made[high]}: no value could ever be right.")
         if len(made.get("enum", ())) and set(made) <= {"type", "enum"}:
             return {"enum": made["enum"]}
         parts = made.get("allOf")

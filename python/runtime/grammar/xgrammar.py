@@ -39,6 +39,7 @@ MAX_RUNS = 4096
 _lock = threading.Lock()
 _one_static = threading.Lock()  # static compiles take turns: a large one must not take every core
 _compilers: weakref.WeakKeyDictionary[Vocabulary, tuple[Any, Any]] = weakref.WeakKeyDictionary()
+_infos: weakref.WeakKeyDictionary[Vocabulary, Any] = weakref.WeakKeyDictionary()
 
 
 class XGrammar:
@@ -95,7 +96,11 @@ class XGrammarGrammar:
     def adopt(self, static: Future[Any]) -> None:
         """The static grammar is there: later cursors use it. If it failed, the dynamic one goes on serving."""
         if static.exception() is None:
-            self._compiled = static.result()
+            self.use(static.result())
+
+    def use(self, compiled: Any) -> None:
+        """Serve later cursors from this grammar of xgrammar's, of the same source."""
+        self._compiled = compiled
 
     def static_is_there(self, timeout: float) -> bool:
         """Wait for the static grammar. False: not within `timeout` seconds."""
@@ -165,6 +170,18 @@ class _Matcher:
         return taken == len(run)
 
 
+def compile_static(spec: GrammarSpec, vocabulary: Vocabulary) -> Any:
+    """xgrammar's own static grammar, however long that takes."""
+    return _compile(_compilers_of(vocabulary)[0], spec)
+
+
+def read_static(blob: str, vocabulary: Vocabulary) -> Any:
+    """What `serialize_json` of a static grammar wrote, for the same vocabulary."""
+    import xgrammar
+
+    return xgrammar.CompiledGrammar.deserialize_json(blob, _infos[vocabulary])
+
+
 def _finish(later: Future[Any], compiler: Any, spec: GrammarSpec) -> None:
     with _one_static:
         try:
@@ -185,6 +202,7 @@ def _compilers_of(vocabulary: Vocabulary) -> tuple[Any, Any]:
             info = xgrammar.TokenizerInfo(
                 words, xgrammar.VocabType.RAW, vocab_size=vocabulary.width, stop_token_ids=list(vocabulary.stop_ids)
             )
+            _infos[vocabulary] = info
             make: Callable[..., Any] = functools.partial(xgrammar.GrammarCompiler, info, max_threads=1, cache_enabled=False)
             pair = _compilers[vocabulary] = (make(), make(enable_dynamic_compilation=True))
         return pair

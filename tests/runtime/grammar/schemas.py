@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from phloem.runtime.engine.grammars import Served, serve
 from phloem.runtime.grammar.audit import route
 from phloem.runtime.grammar.base import Cursor, Limits
+from phloem.runtime.grammar.compile import Served, serve
 from phloem.runtime.grammar.vocabulary import Vocabulary
 from phloem.runtime.request import GrammarSpec
 
