@@ -43,7 +43,11 @@ class Qwen3(Llama):
             h = ops.rms_norm(x, layer.attention_norm, self.eps)
             h = ops.attention(batch, ops.linear(h, layer.qkv, layer.qkv_bias), i, layer.spec, q_norm, k_norm)
             x = ops.linear(h, layer.output, layer.output_bias, residual=x)
+            if (
+                i == self.num_layers - 1
+            ):  # beyond here only rows whose logits are wanted matter: no later layer reads the others
+                x = ops.logit_rows(batch, x)
             h = ops.rms_norm(x, layer.mlp_norm, self.eps)
             x = ops.linear(ops.gated_linear(h, layer.gate_up), layer.down, residual=x)
-        x = ops.rms_norm(ops.logit_rows(batch, x), self.norm, self.eps)
+        x = ops.rms_norm(x, self.norm, self.eps)
         return ops.linear(x, self.head)
