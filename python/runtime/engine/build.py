@@ -101,7 +101,9 @@ def build(config: EngineConfig, on_load: Callable[[str], None] | None = None) ->
     hardware = detect_hardware()
     report("reading the headers")
     opened = open_model(config.model)
-    first = _resolve(config, hardware, opened.config, opened.file_bytes)  # what cannot fit is refused before it is loaded
+    first = _resolve(
+        config, hardware, opened.config, opened.weight_bytes(config.dtype)
+    )  # what cannot fit is refused before it is loaded
     backend = create_backend(first.device, threads=first.threads)
     try:
         if first.kv_dtype not in backend.kv_dtypes:
@@ -134,9 +136,7 @@ def _grammars(opened: OpenModel, tokenizer: Tokenizer) -> Grammars:
     return Grammars(lambda: vocabulary_of(tokenizer, ends, opened.config.vocabulary), tokenizer.eos_id)
 
 
-def _core(
-    backend: Backend, loaded: LoadedModel, resolved: Resolved, tokenizer: Tokenizer, grammars: Grammars
-) -> EngineCore:
+def _core(backend: Backend, loaded: LoadedModel, resolved: Resolved, tokenizer: Tokenizer, grammars: Grammars) -> EngineCore:
     kv, limits, max_running = kv_spec(loaded.config, resolved), limits_of(resolved), resolved.config.max_running
     executor = LocalExecutor(
         backend.bind(loaded.model, kv, limits), _sampler(backend, tokenizer, loaded.config, max_running), page_size=kv.page_size,
@@ -213,7 +213,7 @@ def _resolve(config: EngineConfig, hardware: Hardware, model: ModelConfig, weigh
 
 
 def _sampler(backend: Backend, tokenizer: Tokenizer, model: ModelConfig, max_running: int) -> Sampler:
-    """The native one where the logits are in the kernels' memory; the same draws, bit for bit."""
+    """The native one where the logits are in the kernels' memory; the same draws, but where a border falls within float32 rounding."""
     vocab_size, width, remembered = min(tokenizer.vocab_size, model.vocabulary), model.vocabulary, 2 * max_running
     if backend.name == "cpu":
         from phloem.runtime.backends.cpu import Cpu
