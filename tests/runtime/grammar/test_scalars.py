@@ -59,7 +59,11 @@ def test_integers_against_arithmetic(
     low: int | None, high: int | None, above: bool, below: bool, value: int, multiple: int
 ) -> None:
     wanted = NumberRange(integer=True, low=dec(low), high=dec(high), above=above, below=below, multiple=multiple)
-    dfa = dfa_of_number(wanted)
+    try:
+        dfa = dfa_of_number(wanted)
+    except NotMine:  # a remainder beside two comparisons makes many states
+        assert multiple > 5
+        return
     near = [value, *(b + d for b in (low, high) if b is not None for d in (-multiple, -1, 0, 1, multiple))]
     for v in [*near, *((v // multiple) * multiple for v in near)]:
         inside = (low is None or v > low or (v == low and not above)) and (
@@ -101,7 +105,10 @@ def test_decimal_ranges_are_exact(low: str | None) -> None:
     st.fixed_dictionaries(
         {"type": st.sampled_from(["integer", "number"])},
         optional={
-            key: st.integers(-50, 50) | st.sampled_from([0.1, -0.3, 2.5, 1e-7, 0.30000000000000004, -99.125])
+            key: st.integers(-50, 50)
+            | st.sampled_from([0.1, -0.3, 2.5, 1e-7, 0.30000000000000004, -99.125, 1e15, 123456789012345.5, 1e23, 0.1 + 1e-17])
+            | st.floats(-100, 100)
+            | st.floats(-1e18, 1e18)
             for key in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
         },
     ),
@@ -109,7 +116,11 @@ def test_decimal_ranges_are_exact(low: str | None) -> None:
 )
 def test_random_numbers_pass_the_validator(schema: dict[str, Any], seed: int) -> None:
     """What the automaton lets through, read as a double, is what jsonschema accepts: near the bounds too."""
-    dfa, validator = automaton(schema), jsonschema.Draft202012Validator(schema)
+    try:
+        dfa, validator = automaton(schema), jsonschema.Draft202012Validator(schema)
+    except NotMine:  # more digits than are compared here
+        assert any(0 < abs(v) < 1e-10 for v in schema.values() if isinstance(v, float))
+        return
     if dfa.is_empty:
         return
     rng = random.Random(seed)
@@ -148,7 +159,7 @@ def test_an_empty_range(wanted: NumberRange) -> None:
 
 
 def test_bounds_of_any_size_end_quickly() -> None:
-    for bound in ("1e1000000000", "-1e-1000000000", "9" * 50):
+    for bound in ("1e1000000000", "-1e-1000000000", "9" * 70):
         with pytest.raises(NotMine):
             dfa_of_number(NumberRange(integer=False, low=Decimal(bound)))
     with pytest.raises(NotMine):
