@@ -7,6 +7,7 @@ The other spelling, GGUF metadata, is read by `gguf_config`; tensors are `weight
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,9 @@ from phloem.runtime.errors import ModelLoadError, UnsupportedModelError
 from phloem.runtime.layers.rope import RopeConfig
 from phloem.runtime.models.registry import ARCHITECTURES
 
-__all__ = ["ModelConfig", "config_from_hf", "token_ids"]
+__all__ = ["ModelConfig", "check_num_layers", "config_from_hf", "token_ids"]
+
+MAX_LAYERS = 4096  # more is damage, and a list of that length would fill the memory before the missing tensors are noticed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +86,32 @@ class ModelConfig:
             raise ModelLoadError(f"{source}: the norms' epsilon is {self.norm_eps}; expected a positive number.")
         if len(self.windows) != self.num_layers or min(self.windows) < 0:
             raise ModelLoadError(f"{source}: {len(self.windows)} attention windows for {self.num_layers} layers.")
+        self._check_rope(source)
         return self
+
+    def _check_rope(self, source: str) -> None:
+        rope = self.rope
+        positive = {"theta": rope.theta, "factor": rope.factor}
+        if rope.kind == "yarn":
+            positive |= {"original context": rope.original_context, "beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow}
+        for name, value in positive.items():
+            if not (math.isfinite(value) and value > 0):
+                raise ModelLoadError(
+                    f"{source}: the rotary positions' {name} is {value}; expected a positive number.", param=name
+                )
+        if rope.kind == "yarn" and rope.theta == 1.0:
+            raise ModelLoadError(
+                f"{source}: the rotary positions' theta is 1.0, under which yarn has no wavelengths.", param="theta"
+            )
+
+
+def check_num_layers(num_layers: int, source: str) -> int:
+    if not 1 <= num_layers <= MAX_LAYERS:
+        raise ModelLoadError(f"{source}: it has {num_layers} layers; expected 1 to {MAX_LAYERS}.", param="num_layers")
+    return num_layers
+
+
+_MAX_FLOAT = sys.float_info.max  # JSON has integers that no float holds
 
 
 class _Fields:
@@ -104,7 +132,12 @@ class _Fields:
     def number(self, name: str, default: float | None = None) -> float:
         value = self.raw.get(name)
         value = default if value is None else value
-        if value is None or isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if (
+            value is None
+            or isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not -_MAX_FLOAT <= value <= _MAX_FLOAT
+        ):
             raise ModelLoadError(f"{self.source}: {name} is {value!r}; expected a number.", param=name)
         return float(value)
 
@@ -124,7 +157,7 @@ def config_from_hf(raw: Mapping[str, Any], source: str) -> ModelConfig:
     hidden, heads, layers = (
         fields.integer("hidden_size"),
         fields.integer("num_attention_heads"),
-        fields.integer("num_hidden_layers"),
+        check_num_layers(fields.integer("num_hidden_layers"), source),
     )
     is_qwen2, is_qwen3 = architecture == "Qwen2ForCausalLM", architecture == "Qwen3ForCausalLM"
     if heads < 1 or (raw.get("head_dim") is None and hidden % heads and not is_qwen3):
@@ -199,6 +232,8 @@ def _refuse_what_we_lack(raw: Mapping[str, Any], source: str) -> None:
 def _windows(fields: _Fields, architecture: str, layers: int) -> tuple[int, ...]:
     raw, source = fields.raw, fields.source
     kinds = raw.get("layer_types")
+    if kinds is not None and not (isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)):
+        raise ModelLoadError(f"{source}: layer_types is {kinds!r}; expected a list of names, one a layer.", param="layer_types")
     if architecture in ("LlamaForCausalLM", "MistralForCausalLM"):
         if kinds is not None and set(kinds) != {"full_attention"}:
             raise UnsupportedModelError(
@@ -244,7 +279,7 @@ def _rope(raw: Mapping[str, Any], max_context: int, source: str) -> RopeConfig:
             f"{source}: rope_parameters differ by layer type; Phloem has one for all layers.", param="rope_parameters"
         )
     kind = given.get("rope_type", given.get("type", "default")) or "default"
-    if kind not in _ROPE_KEYS:
+    if not isinstance(kind, str) or kind not in _ROPE_KEYS:
         known = ", ".join(repr(k) for k in _ROPE_KEYS)
         raise UnsupportedModelError(f"{source}: rope type {kind!r} is not supported. Phloem has {known}.", param="rope_type")
     partial = given.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
@@ -268,14 +303,17 @@ def _rope(raw: Mapping[str, Any], max_context: int, source: str) -> RopeConfig:
     original = _Fields({"original_max_position_embeddings": original}, source).integer(
         "original_max_position_embeddings", max_context
     )
+    if not 1 <= original < 2**31:
+        raise ModelLoadError(
+            f"{source}: original_max_position_embeddings is {original}; expected a positive number.",
+            param="original_max_position_embeddings",
+        )
     if kind == "yarn" and given.get("factor") is None:
         factor = max_context / original
     else:
         factor = fields.number("factor")
-    if not factor > 0 or original < 1:
-        raise ModelLoadError(
-            f"{source}: rope factor {factor} and original context {original}; expected positive numbers.", param="factor"
-        )
+    if not factor > 0:
+        raise ModelLoadError(f"{source}: rope factor {factor}; expected a positive number.", param="factor")
     if kind == "linear":
         return RopeConfig(theta=theta, kind="linear", factor=factor)
     if kind == "llama3":

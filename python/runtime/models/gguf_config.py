@@ -7,7 +7,7 @@ from typing import Any
 
 from phloem.runtime.errors import ModelLoadError, UnsupportedModelError
 from phloem.runtime.layers.rope import RopeConfig
-from phloem.runtime.models.config import ModelConfig
+from phloem.runtime.models.config import ModelConfig, check_num_layers
 from phloem.runtime.models.registry import GGUF_ARCHITECTURES
 
 __all__ = ["config_from_gguf"]
@@ -55,8 +55,9 @@ def config_from_gguf(
     if metadata.get(f"{named}.attention.causal") is False:
         raise UnsupportedModelError(f"{source}: {named}.attention.causal is false; Phloem runs causal models.")
     hidden, heads, layers = get("embedding_length", int), get("attention.head_count", int), get("block_count", int)
-    if heads < 1 or layers < 1:
-        raise ModelLoadError(f"{source}: {heads} attention heads and {layers} layers; expected positive numbers.")
+    if heads < 1:
+        raise ModelLoadError(f"{source}: {heads} attention heads; expected a positive number.")
+    check_num_layers(layers, source)
     head_dim = get("attention.key_length", int, hidden // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         if get(key, int, head_dim) != head_dim:

@@ -157,7 +157,13 @@ def _templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
     if isinstance(value, str):
         found["default"] = value
     elif isinstance(value, list):
-        found.update({str(t["name"]): str(t["template"]) for t in value})
+        if not all(
+            isinstance(t, Mapping) and isinstance(t.get("name"), str) and isinstance(t.get("template"), str) for t in value
+        ):
+            raise ModelLoadError(
+                f'{path / "tokenizer_config.json"}: chat_template is a list; expected entries such as {{"name": "default", "template": "..."}}.'
+            )
+        found.update({t["name"]: t["template"] for t in value})
     elif isinstance(value, Mapping):
         found.update({str(name): str(template) for name, template in value.items()})
     legacy = _read(path / "chat_template.json").get("chat_template")

@@ -75,6 +75,11 @@ def test_what_we_lack_is_refused_by_name(changes: dict[str, Any]) -> None:
         {"embedding_length": None},
         {"embedding_length": "64"},
         {"block_count": 0},
+        {"block_count": 2 + 2**31},  # a flipped bit: its list of windows would be 17 GB
+        {"rope.freq_base": 0.0},
+        {"rope.freq_base": float("nan")},
+        {"rope.scaling.type": "linear", "rope.scaling.factor": float("inf")},
+        {"rope.scaling.type": "yarn", "rope.scaling.factor": 2.0, "rope.scaling.yarn_beta_fast": 0.0},
         {"attention.head_count": 0},
         {"attention.head_count": [4, 4]},
         {"attention.layer_norm_rms_epsilon": None},

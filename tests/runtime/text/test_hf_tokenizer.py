@@ -129,6 +129,12 @@ def test_a_list_of_templates(write: Write) -> None:
     }
 
 
+@pytest.mark.parametrize("entry", [None, "text", {}, {"name": "default"}, {"name": 1, "template": "x"}])
+def test_a_list_of_templates_that_is_none_is_refused(write: Write, entry: Any) -> None:
+    with pytest.raises(ModelLoadError, match=r"tokenizer_config\.json: chat_template"):
+        Tokenizer.from_directory(write(tokenizer_config={"chat_template": [entry]}))
+
+
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
 @pytest.mark.parametrize("content", ["{", "[1]", '{"model": 1}'])
 def test_a_damaged_file_is_named(write: Write, name: str, content: str) -> None:
