@@ -90,6 +90,8 @@ class StateCursor:
         return self._place.run[self._place.at :]
 
     def rollback(self, n: int) -> None:
+        if n < 0:
+            raise ValueError(f"cannot undo {n} tokens.")
         place = self._place
         for done in range(n):
             if place.back is None:

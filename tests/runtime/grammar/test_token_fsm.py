@@ -257,10 +257,10 @@ class CursorLaws(RuleBasedStateMachine):
             assert token not in legal
             assert snapshot(cursor, self.v) == before
 
-    @rule(it=cursors, n=st.integers(0, 9))
+    @rule(it=cursors, n=st.integers(-1, 9))
     def rollback(self, it: tuple[Cursor, list[int]], n: int) -> None:
         cursor, ids = it
-        if n > len(ids):
+        if not 0 <= n <= len(ids):
             before = snapshot(cursor, self.v)
             with pytest.raises(ValueError, match="cannot undo"):
                 cursor.rollback(n)
