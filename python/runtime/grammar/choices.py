@@ -17,12 +17,11 @@ from numpy.typing import NDArray
 
 from phloem.runtime.errors import GrammarError
 from phloem.runtime.grammar.base import AuditReport, Limits, NotMine
-from phloem.runtime.grammar.byte_dfa import ByteDfa, dfa_of_texts
 from phloem.runtime.grammar.cursor import DEAD, ENDED, OVERRUN, StateCursor
 from phloem.runtime.grammar.mask_rows import Row, row_of_ids
 from phloem.runtime.grammar.vocabulary import MAX_TAIL, Vocabulary
 
-__all__ = ["ChoiceGrammar", "ChoiceTrie", "encode_behind", "read_choices"]
+__all__ = ["ChoiceGrammar", "ChoiceTrie", "checked_choices", "encode_behind", "read_choices"]
 
 MAX_TRIES = 8
 
@@ -38,34 +37,32 @@ def read_choices(source: str) -> list[str]:
     return listed
 
 
+def checked_choices(choices: Sequence[str], limits: Limits) -> list[str]:
+    """Each once, in order. Raises GrammarError for an empty list or text, NotMine beyond the limits."""
+    if not choices:
+        raise GrammarError("choices is empty; name at least one text.", param="choices")
+    for i, text in enumerate(choices):
+        if not text:
+            raise GrammarError(f"choice {i} is empty; every choice needs a character.", param="choices")
+    unique = list(dict.fromkeys(choices))
+    try:
+        size = sum(len(text.encode()) for text in unique)
+    except UnicodeEncodeError as error:
+        raise GrammarError(f"a choice holds half a surrogate pair; expected valid Unicode: {error}", param="choices") from None
+    if len(unique) > limits.choices or size > limits.choice_bytes:
+        raise NotMine(f"{len(unique)} choices of {size} bytes together")
+    return unique
+
+
 class ChoiceGrammar:
     """`CompiledGrammar` in canonical mode. A trie for each tail that comes up is made in `cursor` and kept."""
 
-    def __init__(
-        self, choices: Sequence[str], vocabulary: Vocabulary, report: AuditReport, limits: Limits, open_end: bool
-    ) -> None:
-        """Raises GrammarError for an empty list or text, or one that the model can't spell; NotMine beyond the limits."""
-        if not choices:
-            raise GrammarError("choices is empty; name at least one text.", param="choices")
-        for i, text in enumerate(choices):
-            if not text:
-                raise GrammarError(f"choice {i} is empty; every choice needs a character.", param="choices")
-        self.choices = list(dict.fromkeys(choices))
-        try:
-            self.texts = [text.encode() for text in self.choices]
-        except UnicodeEncodeError as error:
-            raise GrammarError(
-                f"a choice holds half a surrogate pair; expected valid Unicode: {error}", param="choices"
-            ) from None
-        size = sum(map(len, self.texts))
-        if len(self.choices) > limits.choices or size > limits.choice_bytes:
-            raise NotMine(f"{len(self.choices)} choices of {size} bytes together")
+    def __init__(self, choices: Sequence[str], vocabulary: Vocabulary, report: AuditReport, open_end: bool) -> None:
+        """choices: as `checked_choices` gives them. Raises GrammarError for one that the model can't spell."""
+        self.choices = choices
         self.vocabulary, self.report, self.open_end = vocabulary, report, open_end
         self._tries: dict[tuple[int, ...], ChoiceTrie] = {}
-        self.nbytes = 2 * size + MAX_TRIES * self._trie(()).nbytes  # once every trie is there
-
-    def dfa(self) -> ByteDfa:
-        return dfa_of_texts(self.texts)
+        self.nbytes = MAX_TRIES * self._trie(()).nbytes  # once every trie is there
 
     def cursor(self, tail: Sequence[int] = ()) -> StateCursor:
         tail = tuple(tail)[-MAX_TAIL:]
@@ -74,7 +71,7 @@ class ChoiceGrammar:
     def _trie(self, tail: tuple[int, ...]) -> ChoiceTrie:
         trie = self._tries.get(tail)
         if trie is None:
-            trie = ChoiceTrie(self.choices, self.texts, tail, self.vocabulary, self.open_end)
+            trie = ChoiceTrie(self.choices, tail, self.vocabulary, self.open_end)
             if len(self._tries) >= MAX_TRIES:
                 self._tries.clear()
             self._tries[tail] = trie
@@ -96,13 +93,12 @@ class ChoiceTrie:
 
     start = 1
 
-    def __init__(
-        self, choices: Sequence[str], texts: Sequence[bytes], tail: tuple[int, ...], vocabulary: Vocabulary, open_end: bool
-    ) -> None:
+    def __init__(self, choices: Sequence[str], tail: tuple[int, ...], vocabulary: Vocabulary, open_end: bool) -> None:
         self.vocabulary = vocabulary
         self._children: list[dict[int, int]] = [{}, {}]
         self._text: dict[int, bytes] = {}  # of the states where a choice ends
-        for choice, text in zip(choices, texts):
+        for choice in choices:
+            text = choice.encode()
             ids = encode_behind(tail, text, vocabulary)
             if ids is None:
                 raise GrammarError(f"this model's tokenizer cannot spell the choice {choice!r}; leave it out.", param="choices")
@@ -114,7 +110,7 @@ class ChoiceTrie:
                     children[token] = len(self._children) - 1
                 state = children[token]
             self._text[state] = text
-        self._sorted = sorted(texts) if open_end else None
+        self._sorted = sorted(self._text.values()) if open_end else None
         self._stops = frozenset(vocabulary.stop_ids)
         self._rows: dict[int, Row] = {}
         self.nbytes = 300 * len(self._children)

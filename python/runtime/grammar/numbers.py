@@ -3,7 +3,7 @@
     12.5 against the bound 120:   1 =   12 =   "." two digits, the bound has three: less, whatever follows
 
 Without bounds a number is JSON's, exponent included. With bounds it is a plain decimal without exponent and without "-0", and
-has at most as many digits behind the point as a double still tells from the bound: so a checker that computes in doubles
+has at most as many digits behind the point as doubles near the bound still tell apart: so a checker that computes in doubles
 agrees. Integers are never written 1.0.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from decimal import Decimal
+from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from typing import Literal
 
 import numpy as np
@@ -25,8 +25,8 @@ __all__ = ["INTEGER", "NUMBER", "NumberRange", "dfa_of_number"]
 
 INTEGER = "-?(?:0|[1-9][0-9]*)"
 NUMBER = INTEGER + r"(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,3})?"
-DOUBLE_DIGITS = 15  # any two decimals of so many digits are different doubles
-MAX_STATES, MAX_DIGITS = 2_000, 40
+DOUBLE_DIGITS = 15  # any two decimals of so many significant digits are different doubles
+MAX_STATES, MAX_DIGITS, MAX_PLACES = 2_000, 60, 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +42,11 @@ class NumberRange:
 
 
 def dfa_of_number(wanted: NumberRange) -> ByteDfa:
-    """Empty if there is no such number. Raises NotMine for bounds of more than 40 digits or large multiples."""
+    """Empty if there is no such number. Raises NotMine for bounds of more than 60 digits or large multiples."""
     if wanted.low is None and wanted.high is None and wanted.multiple == 1:
         return dfa_of_regex(parse_regex(INTEGER if wanted.integer else NUMBER))
     assert wanted.integer or wanted.multiple == 1
-    machine = _Machine(wanted)
+    machine = _Machine(_of_integers(wanted) if wanted.integer else wanted)
     number = {_START: 1}
     states, rows = [_START], []
     for state in states:
@@ -60,6 +60,16 @@ def dfa_of_number(wanted: NumberRange) -> ByteDfa:
             row[column] = number[target]
         rows.append(row)
     return ByteDfa.made(rows, _CLASSES, [i for s, i in number.items() if machine.accepts(s)])
+
+
+def _of_integers(wanted: NumberRange) -> NumberRange:
+    """The same integers between integers: fewer digits to compare."""
+    low, high, above, below = wanted.low, wanted.high, wanted.above, wanted.below
+    if low is not None and low != low.to_integral_value():
+        low, above = low.to_integral_value(ROUND_CEILING), False
+    if high is not None and high != high.to_integral_value():
+        high, below = high.to_integral_value(ROUND_FLOOR), False
+    return replace(wanted, low=low, high=high, above=above, below=below)
 
 
 _CLASSES = np.zeros(256, np.uint8)
@@ -94,7 +104,8 @@ class _Machine:
         if sum(lengths) + sum(places) > MAX_DIGITS:
             raise NotMine(f"bounds of more than {MAX_DIGITS} digits")
         self.longest = max(lengths, default=0)
-        self.max_places = 0 if wanted.integer else max(1, DOUBLE_DIGITS - self.longest, *places)
+        near = [DOUBLE_DIGITS - 1 - bound.adjusted() for bound in (wanted.low, wanted.high) if bound]
+        self.max_places = 0 if wanted.integer else max(0, min([MAX_PLACES, *near]))
 
     def steps(self, s: _State) -> Iterator[tuple[int, _State]]:
         if s.part == "start":

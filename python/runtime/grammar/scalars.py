@@ -8,6 +8,7 @@ Every keyword is either understood, exactly, or the whole schema is left to anot
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from decimal import Decimal
 from typing import Any
@@ -89,7 +90,7 @@ def _number(keywords: Mapping[str, Any], integer: bool) -> ByteDfa:
     for name, value in keywords.items():
         if isinstance(value, bool) or not isinstance(value, (int, Decimal)):
             raise NotMine(f"{name} is no number")  # draft-04's flags among them: the audit lowers them
-        values[name] = Decimal(value)
+        values[name] = _as_read(value)
     low, above = _tighter(values.get("minimum"), values.get("exclusiveMinimum"), max)
     high, below = _tighter(values.get("maximum"), values.get("exclusiveMaximum"), min)
     multiple = values.get("multipleOf", Decimal(1) if integer else None)
@@ -97,6 +98,17 @@ def _number(keywords: Mapping[str, Any], integer: bool) -> ByteDfa:
         raise NotMine("multipleOf other than a small integer")
     wanted = NumberRange(integer=integer, low=low, high=high, above=above, below=below, multiple=int(multiple or 1))
     return dfa_of_number(wanted)
+
+
+def _as_read(value: int | Decimal) -> Decimal:
+    """A bound as a checker has it that reads numbers with a point as doubles."""
+    if isinstance(value, int):
+        return Decimal(value)
+    double = float(value)
+    if not math.isfinite(double):
+        raise NotMine("a bound beyond all doubles")
+    # Its shortest decimal stands for it among decimals of 15 digits; integers beyond those are compared exactly.
+    return Decimal(double) if abs(double) >= 1e15 else Decimal(repr(double))
 
 
 def _tighter(

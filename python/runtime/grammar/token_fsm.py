@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 from phloem.runtime.errors import GrammarError
 from phloem.runtime.grammar.base import AuditReport, CompiledGrammar, Limits, MaskMode, NotMine, mask_mode
-from phloem.runtime.grammar.byte_dfa import START, ByteDfa
-from phloem.runtime.grammar.choices import ChoiceGrammar, read_choices
+from phloem.runtime.grammar.byte_dfa import START, ByteDfa, dfa_of_texts
+from phloem.runtime.grammar.choices import ChoiceGrammar, checked_choices, read_choices
 from phloem.runtime.grammar.cursor import DEAD, ENDED, OVERRUN, StateCursor
 from phloem.runtime.grammar.forced import canonical_run, whole_characters
-from phloem.runtime.grammar.mask_rows import Row, row_of_words, token_edges
+from phloem.runtime.grammar.mask_rows import Row, row_of_words, token_edges, wide_masks
 from phloem.runtime.grammar.regex_dfa import dfa_of_regex
 from phloem.runtime.grammar.regex_syntax import parse_regex
 from phloem.runtime.grammar.scalars import scalar_of_schema
@@ -30,6 +30,7 @@ from phloem.runtime.request import GrammarSpec
 __all__ = ["FsmGrammar", "TokenFsm"]
 
 MAX_MEMO, BATCH = 4_096, 32
+WIDE = 64  # outgoing bytes; only the time to make the row depends on it
 
 
 class TokenFsm:
@@ -68,10 +69,11 @@ class TokenFsm:
         mode: MaskMode = "canonical",
         open_end: bool = False,
     ) -> CompiledGrammar:
-        grammar = ChoiceGrammar(choices, vocabulary, self._report(mode), limits, open_end)
-        return (
-            grammar if mode == "canonical" else FsmGrammar(grammar.dfa(), vocabulary, self._report(mode), open_end, "choices")
-        )
+        texts = checked_choices(choices, limits)
+        if mode == "canonical":
+            return ChoiceGrammar(texts, vocabulary, self._report(mode), open_end)
+        dfa = dfa_of_texts(text.encode() for text in texts)
+        return FsmGrammar(dfa, vocabulary, self._report(mode), open_end, "choices")
 
     def _report(self, mode: MaskMode) -> AuditReport:
         return AuditReport(backend=self.name, version=self.version, mask_mode=mode)
@@ -93,13 +95,13 @@ class FsmGrammar:
         self._alive = self.alive.tolist()
         self._accept = dfa.accept.tolist()
         self._rows: list[Row | None] = [None] * dfa.num_states
+        # Complete, and no text token goes on (G3). What open_end adds continues nothing.
+        self._final = [False] * dfa.num_states
         self._runs: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}
         self._stops = frozenset(vocabulary.stop_ids)
         self._never = vocabulary.special_ids.union(vocabulary.stop_ids)
         branching = (dfa.num_edges != 1) | dfa.accept
         self._add_rows(np.nonzero(branching & self.alive)[0].tolist())
-        # Complete, and the row holds stop ids alone (G3), but for what open_end adds: that continues nothing.
-        self._final = [self._accept[s] and self._alive[s] and not self._goes_on(s) for s in range(dfa.num_states)]
         self.nbytes = dfa.table.nbytes + sum(row.nbytes for row in self._rows if row is not None) + 100 * dfa.num_states
 
     def cursor(self, tail: Sequence[int] = ()) -> StateCursor:
@@ -199,30 +201,31 @@ class FsmGrammar:
                 return []
         return run
 
-    def _goes_on(self, state: int) -> bool:
-        """Whether a text token is legal in a complete state, by the automaton itself."""
-        if not self.dfa.num_edges[state]:
-            return False
-        _, _, ends = token_edges(self.dfa, self.vocabulary.trie, [state])
-        return bool(self.alive[ends].any())
-
     def _add_rows(self, states: Sequence[int]) -> None:
-        v, dfa = self.vocabulary, self.dfa
-        for begin in range(0, len(states), BATCH):
-            some = states[begin : begin + BATCH]
-            at, ids, ends = token_edges(dfa, v.trie, some)
+        wide = [s for s in states if self.dfa.num_edges[s] > WIDE]
+        narrow = [s for s in states if self.dfa.num_edges[s] <= WIDE]
+        for some in (wide[i : i + BATCH] for i in range(0, len(wide), BATCH)):
+            self._pack(some, wide_masks(self.dfa, self.vocabulary.trie, some, self.alive, self.vocabulary.num_words * 32))
+        for some in (narrow[i : i + BATCH] for i in range(0, len(narrow), BATCH)):
+            at, ids, ends = token_edges(self.dfa, self.vocabulary.trie, some)
             keep = self.alive[ends]
-            legal = np.zeros((len(some), v.num_words * 32), np.bool_)
+            legal = np.zeros((len(some), self.vocabulary.num_words * 32), np.bool_)
             legal[at[keep], ids[keep]] = True
-            words = np.packbits(legal, axis=1, bitorder="little").view(np.int32)
-            for i, state in enumerate(some):
-                if self._accept[state]:
-                    words[i] |= v.stop_mask
-                    if self.open_end:
-                        following = dfa.following(state)
-                        others = [b for b in range(256) if not following >> b & 1]
-                        words[i] |= np.bitwise_or.reduce(v.starts[others], axis=0)
-                self._rows[state] = row_of_words(words[i])
+            self._pack(some, legal)
+
+    def _pack(self, states: Sequence[int], legal: NDArray[np.bool_]) -> None:
+        """legal: [states, bits], text tokens only."""
+        v = self.vocabulary
+        words = np.packbits(legal, axis=1, bitorder="little").view(np.int32)
+        for i, state in enumerate(states):
+            if self._accept[state]:
+                self._final[state] = not words[i].any()
+                words[i] |= v.stop_mask
+                if self.open_end:
+                    following = self.dfa.following(state)
+                    others = [b for b in range(256) if not following >> b & 1]
+                    words[i] |= np.bitwise_or.reduce(v.starts[others], axis=0)
+            self._rows[state] = row_of_words(words[i])
 
 
 def _spellable(dfa: ByteDfa, vocabulary: Vocabulary) -> NDArray[np.bool_]:
