@@ -52,8 +52,8 @@ void panel_sums(const LinearArgs& a, const Matrix& m, int panel, int row, int ro
 void linear_run(const LinearArgs& a, Spmd& spmd) {
   if (a.quantise) {
     int begin, end;
-    spmd.share(a.rows, 1, &begin, &end);
-    quantise_rows(a.quant, a.x, a.x_ld, begin, end);
+    spmd.share(a.rows * a.quant.blocks, 1, &begin, &end);
+    quantise_blocks(a.quant, a.x, a.x_ld, begin, end);
     spmd.barrier();
   }
   float* const sums = reinterpret_cast<float*>(spmd.scratch);

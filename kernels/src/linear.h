@@ -58,8 +58,8 @@ constexpr size_t kLinearScratch = size_t{96} << 10;
 // Bytes of a QuantRows for `rows` rows of k, and the struct laid over such memory (64-byte aligned).
 PHLOEM_DECLARE(int64_t, quant_rows_bytes, (int rows, int k))
 PHLOEM_DECLARE(void, quant_rows_at, (QuantRows& q, char* memory, int rows, int k, const LinearPart* parts, int num_parts))
-// Rows [begin, end) of x, quantised.
-PHLOEM_DECLARE(void, quantise_rows, (const QuantRows& q, const float* x, int64_t x_ld, int begin, int end))
+// Blocks [begin, end) of x, quantised; they count through the rows, q.blocks a row.
+PHLOEM_DECLARE(void, quantise_blocks, (const QuantRows& q, const float* x, int64_t x_ld, int begin, int end))
 
 // All threads; a barrier inside if it quantises. The caller places one before (x is ready) and after (y is).
 PHLOEM_DECLARE(void, linear_run, (const LinearArgs& args, Spmd& spmd))

@@ -23,7 +23,7 @@ namespace {
 // Between regions the engine plans its next step, well under a millisecond; in a region a longer wait than a kernel's
 // imbalance means that the other thread lost its core, and then spinning keeps the core it could have.
 constexpr std::chrono::microseconds kRegionSpin{1000};
-constexpr std::chrono::microseconds kBarrierSpin{300};
+constexpr std::chrono::microseconds kBarrierSpin{100};
 
 inline void pause() {
 #if defined(__x86_64__)

@@ -154,6 +154,25 @@ PHLOEM_INLINE float hmax(vf v) {
   return t[0];
 }
 
+PHLOEM_INLINE int32_t hsum_i(vi v) {
+#if defined(PHLOEM_AVX512)
+  return _mm512_reduce_add_epi32((__m512i)v);
+#else
+  int32_t sum = 0;
+  for (int i = 0; i < W; i++) sum += v[i];
+  return sum;
+#endif
+}
+PHLOEM_INLINE int32_t hmax_i(vi v) {
+#if defined(PHLOEM_AVX512)
+  return _mm512_reduce_max_epi32((__m512i)v);
+#else
+  int32_t most = v[0];
+  for (int i = 1; i < W; i++) most = v[i] > most ? v[i] : most;
+  return most;
+#endif
+}
+
 // t[i][j] <-> t[j][i]: log2(W) rounds, each swapping blocks of `h` between rows h apart.
 PHLOEM_INLINE void transpose_square(vf t[W]) {
   PHLOEM_UNROLL for (int h = W / 2; h > 0; h /= 2) {
@@ -230,6 +249,7 @@ PHLOEM_INLINE vf exp(vf x) {
 }
 
 PHLOEM_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+PHLOEM_INLINE void prefetch_l2(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 // Ends a chain that GCC would otherwise re-associate into long-lived temporaries and spill (integer kernels: 95 -> 207 GOP/s).
 #if defined(__x86_64__)
