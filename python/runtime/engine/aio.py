@@ -34,6 +34,7 @@ from phloem.runtime.engine.calls import (
 )
 from phloem.runtime.engine.client import EngineClient, InprocClient
 from phloem.runtime.engine.constraint import GrammarOptions
+from phloem.runtime.engine.select import ChoiceScores, Method, Plan, Selection, plan_choices
 from phloem.runtime.errors import PhloemError, RequestTimeoutError
 from phloem.runtime.request import Delta, Output, TokenLogprob
 
@@ -200,6 +201,40 @@ class AsyncEngine:
         self._client.ensure_usable()
         call = await self._finish(self._verbs.score(prompt, from_position, top_logprobs, namespace), timeout)
         return self._verbs.scores(call, from_position)
+
+    async def select(
+        self,
+        prompt: Prompt,
+        choices: Sequence[str],
+        *,
+        method: Method = "token_length_normalized",
+        namespace: str = "",
+        timeout: float | None = None,
+    ) -> Selection:
+        """As Engine.select."""
+        plan, found = await self._score_choices(prompt, choices, method, namespace, timeout)
+        return plan.select(found)
+
+    async def score_choices(
+        self,
+        prompt: Prompt,
+        choices: Sequence[str],
+        *,
+        method: Method = "token_length_normalized",
+        namespace: str = "",
+        timeout: float | None = None,
+    ) -> ChoiceScores:
+        """As Engine.score_choices."""
+        return (await self._score_choices(prompt, choices, method, namespace, timeout))[1]
+
+    async def _score_choices(
+        self, prompt: Prompt, choices: Sequence[str], method: Method, namespace: str, timeout: float | None
+    ) -> tuple[Plan, ChoiceScores]:
+        self._client.ensure_usable()
+        plan = plan_choices(self.tokenizer, prompt, choices, method, self._verbs.prompt_ids(prompt))
+        paths = await self.score(plan.paths, plan.start, namespace=namespace, timeout=timeout)
+        alone = await self.score(plan.alone, namespace=namespace, timeout=timeout) if plan.alone else []
+        return plan, plan.scores(paths, alone)
 
     # ---- about the engine -----------------------------------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ from phloem.runtime.engine.calls import (
 )
 from phloem.runtime.engine.client import EngineClient, InprocClient
 from phloem.runtime.engine.constraint import GrammarOptions
+from phloem.runtime.engine.select import ChoiceScores, Method, Plan, Selection, plan_choices
 from phloem.runtime.errors import RequestTimeoutError
 from phloem.runtime.request import Delta, Output, TokenLogprob
 
@@ -212,6 +213,45 @@ class Engine:
         self._client.ensure_usable()
         call = self._finish(self._verbs.score(prompt, from_position, top_logprobs, namespace), timeout)
         return self._verbs.scores(call, from_position)
+
+    def select(
+        self,
+        prompt: Prompt,
+        choices: Sequence[str],
+        *,
+        method: Method = "token_length_normalized",
+        namespace: str = "",
+        timeout: float | None = None,
+    ) -> Selection:
+        """The likeliest of some texts behind the prompt, with every choice's score and token logprobs. Nothing is generated.
+
+        method: "token_length_normalized" (mean logprob), "greedy_token_selection" (best first token, then the best second, …),
+        "unconditional_likelihood_normalized" (less what the choice has without the prompt), or "sum" (the log-probability).
+        Choices are tokenised with the prompt, and scored from where they part from it. Raises InvalidRequestError.
+        """
+        plan, found = self._score_choices(prompt, choices, method, namespace, timeout)
+        return plan.select(found)
+
+    def score_choices(
+        self,
+        prompt: Prompt,
+        choices: Sequence[str],
+        *,
+        method: Method = "token_length_normalized",
+        namespace: str = "",
+        timeout: float | None = None,
+    ) -> ChoiceScores:
+        """As `select`, without choosing."""
+        return self._score_choices(prompt, choices, method, namespace, timeout)[1]
+
+    def _score_choices(
+        self, prompt: Prompt, choices: Sequence[str], method: Method, namespace: str, timeout: float | None
+    ) -> tuple[Plan, ChoiceScores]:
+        self._client.ensure_usable()
+        plan = plan_choices(self.tokenizer, prompt, choices, method, self._verbs.prompt_ids(prompt))
+        paths = self.score(plan.paths, plan.start, namespace=namespace, timeout=timeout)
+        alone = self.score(plan.alone, namespace=namespace, timeout=timeout) if plan.alone else []
+        return plan, plan.scores(paths, alone)
 
     # ---- about the engine -----------------------------------------------------------------------------------------------
 
