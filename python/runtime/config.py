@@ -12,6 +12,7 @@ from phloem.runtime.errors import ConfigError
 __all__ = ["EngineConfig", "Hardware", "Resolved", "make_config", "parse_bytes", "resolve"]
 
 GIB = 1 << 30
+MAX_BYTES = 1 << 60  # beyond what any machine has, within what arithmetic on floats can show
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,13 +103,15 @@ def parse_bytes(value: int | float | str, device_bytes: int) -> int:
         m = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)(i?)([bB]?)\s*", text)
         if m and (m[2] or m[4] or "." not in m[1]):
             scale = (1024 if m[3] else 1000) ** " kmgt".index(m[2].lower() or " ")
-            return int(float(m[1]) * scale)
+            number = float(m[1]) * scale
+            if number < MAX_BYTES:
+                return int(number)
         p = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", text)
         if p and 0 < float(p[1]) <= 100:
             return int(device_bytes * float(p[1]) / 100)
     elif isinstance(value, float) and 0 < value <= 1:
         return int(device_bytes * value)
-    elif isinstance(value, int) and not isinstance(value, bool) and value > 0:
+    elif isinstance(value, int) and not isinstance(value, bool) and 0 < value < MAX_BYTES:
         return value
     raise ConfigError(
         f'kv_memory is {value!r}; expected bytes, a size such as "2GiB", or a fraction such as 0.25.', param="kv_memory"
@@ -171,6 +174,14 @@ def resolve(
         raise ConfigError(
             f"the KV pool has no room for one page of {page_bytes} bytes ({how}). Raise kv_memory or lower page_size.",
             param="kv_memory",
+        )
+    memory = hardware.memory_bytes
+    if num_pages * page_bytes + weight_bytes > memory:  # the system may promise more than it has, and kill us when we touch it
+        most = max(memory - weight_bytes, 0)
+        raise ConfigError(
+            f"the KV pool would be {num_pages} pages of {page_bytes} bytes ({how}); of this machine's {memory / GIB:.1f} GiB, "
+            f"{most / GIB:.1f} GiB are left beside the weights, which is {most // token_bytes} tokens. Lower kv_memory or kv_tokens.",
+            param="kv_memory" if config.kv_tokens is None else "kv_tokens",
         )
     arithmetic = (
         f"KV: {token_bytes} bytes a token ({kv_dtype}) x {config.page_size} = {page_bytes} bytes a page",

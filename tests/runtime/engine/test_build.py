@@ -49,7 +49,7 @@ def test_hardware_is_what_the_process_may_use(tmp_path: Path, monkeypatch: pytes
 
 def test_what_cannot_fit_is_refused_before_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "load_model", lambda *a, **o: pytest.fail("read the weights"))
-    for options in ({"kv_memory": 1000}, {"max_context": 100_000}, {"device": "cuda"}):
+    for options in ({"kv_memory": 1000}, {"kv_tokens": 2**40}, {"max_context": 100_000}, {"device": "cuda"}):
         with pytest.raises(ConfigError):
             build(make_config(None, **options))
     with pytest.raises(ModelLoadError):
