@@ -3,7 +3,8 @@
     report ─┬─ question 1 ── answer ── follow-up ── answer
             ├─ question 2 ── answer                              everything left of a fork is computed once:
             ├─ question 3 ── answer                              the table at the end says how much that saved
-            └─ a claim ──┬─ vote 1 … vote 5 ── majority
+            ├─ a claim ──┬─ vote 1 … vote 5 ── majority
+            └─ a form to fill in ── JSON that its schema accepts; what the schema dictates is not asked of the model
 
 Fixed seed, so the same words on every run and every CPU of a kind. Options: python examples/main_job.py --help
 """
@@ -11,6 +12,7 @@ Fixed seed, so the same words on every run and every CPU of a kind. Options: pyt
 from __future__ import annotations
 
 import argparse
+import json
 import textwrap
 import time
 from collections import Counter
@@ -58,6 +60,19 @@ QUESTIONS = (
 FOLLOW_UP = "When does the next supply boat come?"
 CLAIM = "Was anybody hurt in the storm? Yes or no?"
 VOTES = 5
+FORM = "Who wrote the log, where, and how many grey seals were counted? Answer as JSON."
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "author": {"type": "string", "maxLength": 30},
+        "island": {"type": "string", "maxLength": 30},
+        "grey_seals": {"type": "integer", "minimum": 0, "maximum": 9999},
+        "stormy_day": {"enum": ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday"]},
+        "anybody_hurt": {"type": "boolean"},
+    },
+    "required": ["author", "island", "grey_seals", "stormy_day", "anybody_hurt"],
+    "additionalProperties": False,
+}
 
 
 class Table:
@@ -138,6 +153,20 @@ def main() -> None:
         say("  Q", CLAIM)
         say("  A", f"{', '.join(words)}: the majority says {winner!r} ({count} of {VOTES})")
         table.add(f"vote, n={VOTES}", votes)
+
+        print("\nA form, filled in as JSON under its schema:")
+        form = engine.generate(
+            ask(FORM),
+            ph.SamplingParams(temperature=0, max_tokens=96),
+            json_schema=SCHEMA,
+            json_whitespace="spaced",
+            trusted=True,
+        )
+        say("  A", form.text)
+        fields = json.loads(form.text)
+        share = form.usage.forced_tokens / form.usage.completion_tokens
+        say("   ", f"{len(fields)} fields, {form.usage.completion_tokens} tokens; the schema dictated {share:.0%} of them.")
+        table.add("JSON form", [form])
 
         engine.check()
         print(f"\n{table}")

@@ -137,6 +137,8 @@ def test_flags_reach_the_records_with_their_types(monkeypatch: pytest.MonkeyPatc
         (["--top-logprobs", "3"], "top_logprobs needs logprobs"),
         (["--allowed-token-ids", "99999"], "allowed_token_ids names id 99999"),
         (["--file", "x", "--lines"], "both a PROMPT and --file"),
+        (["--regex", "a", "--choices", "b"], "regex and choices were given"),
+        (["--json-schema", "/nothing/here"], "--json-schema: /nothing/here cannot be read"),
     ],
 )
 def test_wrong_usage_is_one_line_and_status_2(arguments: list[str], says: str) -> None:
@@ -170,6 +172,21 @@ def test_stdout_gets_the_text_and_nothing_else(engine: phloem.Engine) -> None:
         call("generate", "-", *GREEDY, stdin=PROMPT),
     ):
         assert done.exit_code == 0 and done.stdout == text + "\n" and done.stderr == ""
+
+
+def test_constraints_reach_the_output(engine: phloem.Engine, tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text(
+        '{"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": false}'
+    )
+    done = call("generate", PROMPT, *GREEDY, "--json-schema", str(schema))
+    assert done.exit_code == 0 and json.loads(done.stdout)["a"] in (True, False)
+    assert call("generate", PROMPT, *GREEDY, "--regex", "[0-9]{3}").stdout.strip().isdigit()
+    assert call("generate", PROMPT, *GREEDY, "--choices", "yes", "--choices", "no").stdout in ("yes\n", "no\n")
+    streamed = call("generate", PROMPT, *GREEDY, "--stream", "--choices", "yes", "--choices", "no")
+    assert streamed.stdout in ("yes\n", "no\n")
+    bad = call("generate", PROMPT, *GREEDY, "--regex", "(?=a)b")
+    assert bad.exit_code != 0 and "look-ahead" in bad.stderr and bad.stderr.count("\n") == 1
 
 
 def test_a_prompt_from_a_file(engine: phloem.Engine, tmp_path: Path) -> None:

@@ -43,6 +43,17 @@ def generate(
         typer.Option("--format", help="text: the text, and a newline, of each output. json: one value. jsonl: a line each."),
     ] = "text",
     stream: Annotated[bool, typer.Option("--stream", help="Write text, or jsonl deltas, as they come.")] = False,
+    json_schema: Annotated[
+        Path | None,
+        typer.Option("--json-schema", help="The output is JSON that this file's schema accepts.", show_default=False),
+    ] = None,
+    regex: Annotated[
+        str | None, typer.Option("--regex", help="The output matches this as a whole.", show_default=False)
+    ] = None,
+    choices: Annotated[
+        list[str] | None,
+        typer.Option("--choices", help="The output is one of these: give the flag once for each.", show_default=False),
+    ] = None,
     timeout: Annotated[
         float | None, typer.Option("--timeout", help="Seconds; then the requests are aborted.", show_default=False)
     ] = None,
@@ -56,8 +67,10 @@ def generate(
 
     Examples:  phloem generate "Once upon a time" --max-tokens 64 --temperature 0
                cat notes.txt | phloem generate --n 4 --format jsonl
+               phloem generate --chat "Is water wet?" --choices yes --choices no
     """
     from phloem.runtime.config import make_config
+    from phloem.runtime.engine.constraint import grammar_spec
     from phloem.runtime.request import SamplingParams
 
     params = SamplingParams(**sampling)
@@ -73,6 +86,11 @@ def generate(
     if not prompts:
         fail("the input has no line with a prompt.", status=2)
 
+    constraint: dict[str, Any] = {"json_schema": read_schema(json_schema), "regex": regex, "choices": choices or None}
+    if any(value is not None for value in constraint.values()):
+        constraint["trusted"] = True  # the program's own, which is the user's
+    grammar_spec(**constraint)  # more than one kind answers at once, too
+
     with open_engine(engine, quiet) as session:
 
         def spell(token_id: int) -> str:
@@ -81,12 +99,12 @@ def generate(
         inputs = [[{"role": "user", "content": p}] for p in prompts] if chat else prompts
         if stream:
             one: Any = inputs[0]
-            deltas = (session.stream_chat if chat else session.stream)(one, params, n=n, timeout=timeout)
+            deltas = (session.stream_chat if chat else session.stream)(one, params, n=n, timeout=timeout, **constraint)
             write_stream(deltas, format, spell)
             return
         with batch_progress(len(prompts) * n, quiet) as progress:
             call: Any = session.chat if chat else session.generate
-            results = call(inputs, params, n=n, timeout=timeout, progress=progress)
+            results = call(inputs, params, n=n, timeout=timeout, progress=progress, **constraint)
     write(results if n > 1 else [[output] for output in results], format, not lines, spell)
 
 
@@ -101,6 +119,19 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
     if sys.stdin.isatty():
         print("phloem: reading the prompt from the terminal; end it with Ctrl-D.", file=sys.stderr)
     return sys.stdin.read().removesuffix("\n")
+
+
+def read_schema(file: Path | None) -> str | None:
+    if file is None:
+        return None
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        why = f"cannot be read: {error.strerror}"
+    except UnicodeDecodeError:
+        why = "is no UTF-8 text"
+    fail(f"--json-schema: {file} {why}.", status=2)
+    return None
 
 
 def write_stream(deltas: Iterable[Delta], format: str, spell: Callable[[int], str]) -> None:
