@@ -153,6 +153,7 @@ def test_a_prompt_longer_than_the_pool(tight: ph.Engine) -> None:
 # ---- sampling and options -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.case("C-SAMP-12")
 @pytest.mark.parametrize(
     ("field", "value"),
     [

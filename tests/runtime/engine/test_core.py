@@ -686,6 +686,7 @@ def test_holds_are_capped() -> None:
     assert not d.core.release("h0") and d.core.release("h3")
 
 
+@pytest.mark.case("C-CACHE-08", "C-CACHE-09")
 @OVERLAP
 def test_new_weights_never_meet_old_pages(overlap: bool) -> None:
     """R8 (C-CACHE-09): the salt of the device changes with the version, so a hit across versions is a wrong read."""
