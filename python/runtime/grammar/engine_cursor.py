@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -41,13 +42,18 @@ class Matcher(Protocol):
         """The canonical run from here (J9); empty: none."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Rules:
     """What one compiled grammar's cursors have in common."""
 
     vocabulary: Vocabulary
     canonical: bool
     open_end: bool = False
+
+    @cached_property
+    def stop_words(self) -> tuple[int, ...]:
+        """The words of a mask that hold stop ids."""
+        return tuple(np.flatnonzero(self.vocabulary.stop_mask).tolist())
 
 
 _GOING, _STOPPED, _OPENED = 0, 1, 2  # ended by a stop id, or by a token behind the value
@@ -56,7 +62,21 @@ _GOING, _STOPPED, _OPENED = 0, 1, 2  # ended by a stop id, or by a token behind 
 class EngineCursor:
     """See the module's drawing. Follows base.Cursor."""
 
-    __slots__ = ("_at", "_decided", "_done", "_ended", "_final", "_history", "_matcher", "_row", "_row_valid", "_rules", "_run", "_tail")
+    __slots__ = (
+        "_at",
+        "_complete",
+        "_decided",
+        "_done",
+        "_ended",
+        "_final",
+        "_history",
+        "_matcher",
+        "_row",
+        "_row_valid",
+        "_rules",
+        "_run",
+        "_tail",
+    )
 
     def __init__(self, matcher: Matcher, rules: Rules, tail: Sequence[int] = ()) -> None:
         self._matcher, self._rules = matcher, rules
@@ -64,7 +84,8 @@ class EngineCursor:
         self._run: tuple[int, ...] = ()
         self._at = 0  # of the run, how many are accepted
         self._ended = _GOING
-        self._decided = self._done = self._row_valid = self._final = False  # _final: complete, and the row holds no text
+        self._decided = self._done = self._row_valid = False
+        self._complete = self._final = False  # of the row's state; _final: nothing but stop ids may follow
         self._row: NDArray[np.int32] = np.empty(rules.vocabulary.num_words, np.int32)
         self._history: list[tuple[tuple[int, ...], int, tuple[int, ...], int]] = []
 
@@ -149,7 +170,7 @@ class EngineCursor:
         other._matcher, other._rules = self._matcher.fork(), self._rules
         other._tail, other._run, other._at, other._ended = self._tail, self._run, self._at, self._ended
         other._decided, other._done, other._row_valid = self._decided, self._done, self._row_valid
-        other._final = self._final
+        other._complete, other._final = self._complete, self._final
         other._row, other._history = self._row.copy(), list(self._history)
         return other
 
@@ -168,30 +189,31 @@ class EngineCursor:
             self._done = True
             return
         row = self._legal()
-        words = np.flatnonzero(row)
+        num_words = np.count_nonzero(row)
         self._done = False
-        if not len(words):
+        if not num_words:
             raise GrammarDeadEnd(
                 "no token is legal here: the grammar's language cannot be spelled any further. Please report this."
             )
-        complete = self._matcher.complete()
-        if complete:
+        if self._complete:
             self._done = self._final  # what open_end lets in continues nothing
         elif self._rules.canonical:
             self._run = self._matcher.run(self._tail)
-        if not self._run and not self._done and len(words) == 1:
-            word = int(row.view(np.uint32)[words[0]])
+        if num_words == 1 and not self._run and not self._done:
+            at = int(np.flatnonzero(row)[0])
+            word = int(row[at]) & 0xFFFFFFFF
             if word & (word - 1) == 0:
-                self._run = (int(words[0]) * 32 + word.bit_length() - 1,)
+                self._run = (at * 32 + word.bit_length() - 1,)
 
     def _legal(self) -> NDArray[np.int32]:
         """The plain mask of this state, stop ids and open end included."""
         if not self._row_valid:
             vocabulary, row = self._rules.vocabulary, self._row
             self._matcher.mask(row)
-            for token in vocabulary.stop_ids:
-                row.view(np.uint32)[token >> 5] &= ~(1 << (token & 31)) & 0xFFFFFFFF
-            if self._matcher.complete():
+            for at in self._rules.stop_words:
+                row[at] &= ~vocabulary.stop_mask[at]
+            self._complete = self._matcher.complete()
+            if self._complete:
                 self._final = not row.any()
                 if self._rules.open_end:
                     self._open(row)
