@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -211,6 +212,11 @@ def test_json_is_the_output_record(engine: phloem.Engine) -> None:
     assert data["usage"]["prompt_tokens"] == 4 and "error" not in data
 
 
+def test_a_line_ends_at_a_newline_and_nowhere_else() -> None:
+    done = call("generate", "--lines", *GREEDY, "--format", "jsonl", stdin="one\u2028two\x0cthree\n\n \nfour\n")
+    assert done.exit_code == 0 and len(done.stdout.splitlines()) == 2
+
+
 def test_logprobs_beside_text_go_to_stderr(engine: phloem.Engine) -> None:
     output = engine.generate(PROMPT, {"temperature": 0, "max_tokens": 12, "logprobs": True})
     for extra in ([], ["--stream"]):
@@ -319,6 +325,28 @@ def test_the_command_end_to_end(engine: phloem.Engine) -> None:
     assert done.stdout == engine.generate(PROMPT, {"temperature": 0, "max_tokens": 12}).text + "\n"
     (line,) = done.stderr.splitlines()
     assert line.startswith("phloem: loaded in ")
+
+
+@pytest.mark.parametrize(
+    ("redirection", "status", "says"),
+    [
+        (">&-", 1, "stdout is closed"),
+        (">/dev/full", 1, "No space left"),
+        ("2>&-", 0, ""),
+    ],
+)
+def test_streams_that_take_nothing(redirection: str, status: int, says: str) -> None:
+    line = f"{shlex.quote(sys.executable)} -m phloem.cli generate hi --kv-tokens 64 --max-tokens 1 {redirection}"
+    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=60)
+    assert done.returncode == status and says in done.stderr and "Traceback" not in done.stderr
+    assert "phloem:" not in done.stdout, "what is said about the output is not among it"
+
+
+def test_text_that_the_locale_cannot_spell_is_one_line() -> None:
+    done = command(
+        "generate", "hi", "-q", "--kv-tokens", "64", "--max-tokens", "1", "--stop", "zzz", "--regex", "é", env={**os.environ, "PYTHONIOENCODING": "ascii"}
+    )  # fmt: skip
+    assert done.returncode == 1 and "'ascii' codec can't encode" in done.stderr and len(done.stderr.splitlines()) == 1
 
 
 def test_a_reader_that_goes_away_is_no_error() -> None:

@@ -5,6 +5,9 @@ main ── typer ── generate.py · chat.py · doctor.py · bench.py ── 
 
 from __future__ import annotations
 
+import os
+import sys
+
 import typer
 
 from phloem.cli import bench, chat, doctor, generate
@@ -26,4 +29,12 @@ for module in (generate, chat, bench, doctor):
 
 def main() -> None:
     """The entry point. Exit status: 0, 1 for an error, 2 for wrong usage, 130 after Ctrl-C, 141 when the reader went away."""
+    if sys.stderr is None:  # closed (`2>&-`): print(file=None) would write to stdout, among the output
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - for the life of the process
+    if sys.stdout is None:
+        print(
+            "phloem: stdout is closed, and there is nowhere to write the output. Redirect it to /dev/null instead.",
+            file=sys.stderr,
+        )
+        sys.exit(1)
     app()

@@ -80,7 +80,8 @@ def generate(
     if stream and format == "json":
         fail("--stream with --format json: one JSON value cannot be written piece by piece. Use jsonl or text.", status=2)
     text = read_prompt(prompt, file)
-    prompts = [line for line in text.splitlines() if line.strip()] if lines else [text]
+    # Not splitlines(): a form feed or a U+2028 inside a prompt ends no line.
+    prompts = [line for line in text.split("\n") if line.strip()] if lines else [text]
     if stream and (len(prompts) > 1 or (n > 1 and format == "text")):
         fail("--stream writes one output: leave out --lines, and --n unless the format is jsonl.", status=2)
     if not prompts:

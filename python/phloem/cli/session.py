@@ -41,7 +41,7 @@ def one_line_errors(command: Callable[..., None]) -> Callable[..., None]:
             raise typer.Exit(141) from None
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
-        except (PhloemError, OSError, UnicodeDecodeError) as error:
+        except (PhloemError, OSError, UnicodeError) as error:
             if arguments.get("debug"):
                 traceback.print_exc()
             fail(str(error), status=2 if usage_error(error) else 1)
