@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from phloem.runtime.grammar.disjoint import TYPES, Facts, Known, are_disjoint, canonical, facts_of
+from phloem.runtime.grammar.disjoint import TYPES, Facts, Known, are_disjoint, canonical, facts_of, type_of
 
 __all__ = ["MAX_ALTERNATIVES", "complement", "most_of_complement", "without_words"]
 
@@ -132,6 +132,9 @@ def _other_values(values: list[Any], facts: Facts, known: Known) -> list[Any] | 
     if facts.listed is not None:  # a finite set: what is left of it
         left = [v for v in facts.listed if not any(_same(v, one) for one in values)]
         return [{"enum": left}] if left else []
+    values = [v for v in values if type_of(v) in facts.kinds]
+    if not values:
+        return [{}]
     if not all(isinstance(v, str) and len(v) <= MAX_WORD for v in values) or sum(map(len, values)) > MAX_WORDS:
         return None
     others = [
