@@ -22,7 +22,7 @@ enum Source { kFloats, kPairs };
 
 // sums (+)= x[M rows][kc] * panel[kc][NR]. `next` is prefetched along, kLines lines for every 4 k.
 template <int M, Source S, int kLines>
-PHLOEM_INLINE void tile(int kc, const float* x, int64_t x_ld, const char* panel, float* out, bool first, const char*& next) {
+void tile(int kc, const float* x, int64_t x_ld, const char* panel, float* out, bool first, const char*& next) {
   vf acc[M][NV];
   PHLOEM_UNROLL for (int m = 0; m < M; m++)
     PHLOEM_UNROLL for (int v = 0; v < NV; v++) acc[m][v] = first ? zero() : load(out + m * NR + v * W);
@@ -67,8 +67,9 @@ PHLOEM_INLINE void tile(int kc, const float* x, int64_t x_ld, const char* panel,
     PHLOEM_UNROLL for (int v = 0; v < NV; v++) store(out + m * NR + v * W, acc[m][v]);
 }
 
+// A tile of 1 to MR rows. Each (rows, kLines) is code of its own, so only those that pay exist: kOwn or none.
 template <Source S, int kLines>
-void tile_of(int rows, int kc, const float* x, int64_t x_ld, const char* panel, float* out, bool first, const char*& next) {
+void tile_of(int rows, int kc, const float* x, int64_t x_ld, const char* panel, float* out, bool first, const char* next) {
   switch (rows) {
     case 1: return tile<1, S, kLines>(kc, x, x_ld, panel, out, first, next);
     case 2: return tile<2, S, kLines>(kc, x, x_ld, panel, out, first, next);
@@ -92,9 +93,8 @@ void block(int kc, const float* x, int64_t x_ld, int rows, const char* panel, in
   const char* const end = next + bytes;
   const int tiles = (rows + MR - 1) / MR;
   if (tiles == 1) {
-    next = panel + kAhead;
     constexpr int kOwn = S == kFloats ? NR * 4 * 4 / 64 : NR * 4 * 2 / 64;  // lines that 4 k take
-    if (fetch) tile_of<S, kOwn>(rows, kc, x, x_ld, panel, out, first, next);
+    if (fetch) tile_of<S, kOwn>(rows, kc, x, x_ld, panel, out, first, panel + kAhead);
     else tile_of<S, 0>(rows, kc, x, x_ld, panel, out, first, next);
     return;
   }
@@ -104,10 +104,10 @@ void block(int kc, const float* x, int64_t x_ld, int rows, const char* panel, in
     const int n = rows - m < MR ? rows - m : MR;
     const float* a = x + m * x_ld;
     float* o = out + m * NR;
-    if (!fetch || next >= end) tile_of<S, 0>(n, kc, a, x_ld, panel, o, first, next);
-    else if (pace == 1) tile_of<S, 1>(n, kc, a, x_ld, panel, o, first, next);
-    else if (pace == 3) tile_of<S, 3>(n, kc, a, x_ld, panel, o, first, next);
-    else tile_of<S, 6>(n, kc, a, x_ld, panel, o, first, next);
+    if (!fetch || next >= end || n < MR) tile_of<S, 0>(n, kc, a, x_ld, panel, o, first, next);
+    else if (pace == 1) tile<MR, S, 1>(kc, a, x_ld, panel, o, first, next);
+    else if (pace == 3) tile<MR, S, 3>(kc, a, x_ld, panel, o, first, next);
+    else tile<MR, S, 6>(kc, a, x_ld, panel, o, first, next);
   }
 }
 
