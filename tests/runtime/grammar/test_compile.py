@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 
 from phloem.runtime.errors import EngineClosedError, GrammarError
+from phloem.runtime.grammar import audit
+from phloem.runtime.grammar import compile as compiling
 from phloem.runtime.grammar.base import Limits
 from phloem.runtime.grammar.compile import Workers
 from phloem.runtime.grammar.vocabulary import Vocabulary
@@ -208,3 +210,10 @@ def bomb_workers(smollm2: Vocabulary) -> Iterator[Workers]:
     made = Workers(lambda: smollm2, Limits(cpu_seconds=5), most=1)
     yield made
     made.close()
+
+
+def test_an_engine_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, smollm2: Vocabulary) -> None:
+    for module in (audit, compiling):
+        monkeypatch.setattr(module, "is_audited", lambda name: name == "token_fsm")
+    with pytest.raises(GrammarError, match=r"needs .*llguidance 1\.9\.1.*audited"):
+        compiling.serve(audit.route(schema(CLOSED), Limits()), smollm2, Limits())
