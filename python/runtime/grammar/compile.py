@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 
 from phloem.runtime.errors import EngineClosedError, GrammarError, PhloemError, RequestError
-from phloem.runtime.grammar.audit import AUDITED, ENGINES_OF, is_audited, Route
+from phloem.runtime.grammar.audit import AUDITED, ENGINES_OF, Route, is_audited
 from phloem.runtime.grammar.base import AuditReport, CompiledGrammar, Cursor, GrammarBackend, Limits, NotMine, backend
 from phloem.runtime.grammar.limits import refuse_schema
 from phloem.runtime.grammar.vocabulary import Vocabulary
@@ -90,7 +90,9 @@ def serve(path: Route, vocabulary: Vocabulary, limits: Limits, make: Callable[[s
     absent = [name for name in ENGINES_OF[kind] if not is_audited(name)]
     if absent and refusal is None:
         wanted = " or ".join(f"{name} {' or '.join(AUDITED[name])}" for name in absent)
-        raise GrammarError(f"this {kind.replace('_', ' ')} needs {wanted}, the versions that were audited. Install one.", param=kind)
+        raise GrammarError(
+            f"this {kind.replace('_', ' ')} needs {wanted}, the versions that were audited. Install one.", param=kind
+        )
     raise refusal or GrammarError(
         f"no engine takes this {kind.replace('_', ' ')}: it is too large, or of a kind that none knows. Simplify it.",
         param=kind,
