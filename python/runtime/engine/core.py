@@ -92,7 +92,7 @@ class EngineCore:
         self._new: list[Sequence] = []  # added since the last step, which tells them the time
         self._deltas: list[OutputDelta] = []
         self._now = 0.0
-        self._steps = self._requests = self._refused = self._forced = self._dropped = self._violations = 0
+        self._steps = self._launched = self._requests = self._refused = self._forced = self._dropped = self._violations = 0
         self._last_failure, self._same_failures, self._violated_in = "", 0, -1
 
     # ------------------------------------------------------------------------------------------------------ requests in
@@ -180,6 +180,7 @@ class EngineCore:
         planned = bool(flight.plan.rows)
         if not planned and not self._pipeline:
             assert self.scheduler.is_idle(), "nothing is planned or in flight, and somebody is ready"
+        self._launched += planned
         if planned:
             self._pipeline.launch(flight)
         self.scheduler.cache.launched()
@@ -311,7 +312,7 @@ class EngineCore:
             self.scheduler,
             self._now,
             self._compiling.counters(),
-            steps=self._steps,
+            steps=self._launched,
             requests=self._requests,
             refused=self._refused,
             forced=self._forced,

@@ -793,3 +793,13 @@ def test_errors_know_who_is_to_blame() -> None:
     deltas: list[OutputDelta] = d.core.drain()
     assert deltas[0].finish_reason == "error"
     assert issubclass(PhloemError, Exception)
+
+
+def test_steps_that_plan_nothing_are_not_counted() -> None:
+    """A loop that polls while a grammar compiles, or drains the last step, has done no step."""
+    d = Driver(page_size=4, num_pages=32)
+    d.run(ids(300, 10), max_tokens=3)
+    before = d.core.stats().steps
+    for _ in range(5):
+        d.step()
+    assert d.core.stats().steps == before == 3
