@@ -39,7 +39,7 @@ types: $(VENV)/.ready-dev
 	MYPYPATH=build/types $(BIN)/mypy -p phloem
 
 sanitize: $(VENV)/.ready-dev
-	$(BIN)/cmake -S kernels -B build/sanitize -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DPHLOEM_TESTS=ON -DPHLOEM_SANITIZE=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo >build/sanitize.log || (cat build/sanitize.log; exit 1)
+	$(BIN)/cmake -S kernels -B build/sanitize -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DPHLOEM_TESTS=ON -DPHLOEM_SANITIZE=ON -DCMAKE_BUILD_TYPE=Debug >build/sanitize.log || (cat build/sanitize.log; exit 1)
 	$(BIN)/cmake --build build/sanitize
 	$(BIN)/ctest --test-dir build/sanitize --output-on-failure
 
