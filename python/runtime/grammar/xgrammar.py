@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import json
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -66,15 +67,22 @@ class XGrammar:
             whitespace=spec.json_whitespace if spec.kind == "json_schema" else None,
         )
         rules = Rules(vocabulary, report.mask_mode == "canonical", spec.open_end)
+
+        def made_of(compiled: Any) -> XGrammarGrammar:
+            grammar = XGrammarGrammar(compiled, rules, report)
+            if spec.kind == "structural_tag" and not _names_tokens(json.loads(spec.source)):
+                grammar.text_only = _text_only(vocabulary)  # free text is any bytes, those of special tokens too (G6)
+            return grammar
+
         if not self._static_seconds:
-            return XGrammarGrammar(_compile(dynamic, spec), rules, report)
+            return made_of(_compile(dynamic, spec))
         later: Future[Any] = Future()
         # A daemon: nothing can stop a thread inside the engine, and no program should wait for one at its end.
         threading.Thread(target=_finish, args=(later, static, spec), name="phloem-xgrammar", daemon=True).start()
         try:
-            return XGrammarGrammar(later.result(self._static_seconds), rules, report)
+            return made_of(later.result(self._static_seconds))
         except NotYet:
-            made = XGrammarGrammar(_compile(dynamic, spec), rules, report)
+            made = made_of(_compile(dynamic, spec))
             made.later = later
             later.add_done_callback(made.adopt)
             return made
@@ -87,6 +95,7 @@ class XGrammarGrammar:
         self._compiled, self.rules, self.report = compiled, rules, report
         self.rejected_runs = 0
         self.later: Future[Any] | None = None  # the static grammar, while it is made
+        self.text_only: NDArray[np.int32] | None = None
         self.runs: dict[tuple[tuple[int, ...], str, bytes], tuple[int, ...]] = {}
 
     @property
@@ -122,6 +131,8 @@ class _Matcher:
 
     def mask(self, row: NDArray[np.int32]) -> None:
         self._m.fill_next_token_bitmask(row)
+        if self._grammar.text_only is not None:
+            np.bitwise_and(row, self._grammar.text_only, out=row)
 
     def complete(self) -> bool:
         return bool(self._m.is_completed())
@@ -168,6 +179,25 @@ class _Matcher:
         if taken:
             self._m.rollback(taken)
         return taken == len(run)
+
+
+def _names_tokens(tag: Any) -> bool:
+    """Whether a structural tag names tokens by id or spelling: those must stay legal."""
+    if isinstance(tag, list):
+        return any(map(_names_tokens, tag))
+    if not isinstance(tag, dict):
+        return False
+    kind = tag.get("type")
+    if isinstance(kind, str) and "token" in kind:
+        return True
+    return any(_names_tokens(part) for key, part in tag.items() if key != "json_schema")
+
+
+def _text_only(vocabulary: Vocabulary) -> NDArray[np.int32]:
+    row = np.full(vocabulary.num_words, 0xFFFFFFFF, np.uint32)
+    for i in vocabulary.special_ids.difference(vocabulary.stop_ids):
+        row[i >> 5] &= np.uint32(~(1 << (i & 31)) & 0xFFFFFFFF)
+    return row.view(np.int32)
 
 
 def compile_static(spec: GrammarSpec, vocabulary: Vocabulary) -> Any:
