@@ -373,7 +373,7 @@ def test_ctrl_c_ends_a_command_quietly() -> None:
     start = time.monotonic()
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 130 and "Traceback" not in errors
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 10
 
 
 @pytest.mark.skipif(not hasattr(os, "openpty"), reason="needs a pseudo-terminal")

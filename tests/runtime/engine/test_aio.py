@@ -348,4 +348,4 @@ print(time.monotonic(), flush=True)
 """
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=30)
     assert done.returncode == 0 and not done.stderr
-    assert time.monotonic() - float(done.stdout) < 2
+    assert time.monotonic() - float(done.stdout) < 10

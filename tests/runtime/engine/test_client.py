@@ -173,7 +173,7 @@ def test_a_deadline_ends_the_wait_not_the_request() -> None:
     client.submit([(request("a", 10_000), sink)], atomic=True)
     start = time.monotonic()
     assert client.run(sink.over, deadline=start + 0.1) is False
-    assert time.monotonic() - start < 2 and not sink.over()
+    assert time.monotonic() - start < 10 and not sink.over()
     client.abandon(["a"])
     assert sink.endings == ["abort"] and not core.has_work
 
