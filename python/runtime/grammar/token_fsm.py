@@ -101,6 +101,7 @@ class FsmGrammar:
         self._stops = frozenset(vocabulary.stop_ids)
         self._never = vocabulary.special_ids.union(vocabulary.stop_ids)
         branching = (dfa.num_edges != 1) | dfa.accept
+        self._branching = branching.tolist()  # not: has a row. One that was asked for in a chain forbids no run there
         self._add_rows(np.nonzero(branching & self.alive)[0].tolist())
         self.nbytes = dfa.table.nbytes + sum(row.nbytes for row in self._rows if row is not None) + 100 * dfa.num_states
 
@@ -138,8 +139,7 @@ class FsmGrammar:
         """Canonical runs and lone legal tokens, one behind the other, until the model has a choice."""
         if state <= 0 or self._final[state]:
             return ()
-        known = self._rows[state]
-        if known is not None and known.sole < 0:  # a branching state: the usual case
+        if self._branching[state] and self.row(state).sole < 0:  # the usual case
             return ()
         if self.report.mask_mode != "canonical":
             tail = ()

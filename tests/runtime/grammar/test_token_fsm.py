@@ -315,6 +315,18 @@ def test_eight_interleaved_equal_eight_alone(toy: Vocabulary) -> None:
     assert together == alone
 
 
+def test_what_is_forced_does_not_depend_on_what_was_asked_before(toy: Vocabulary) -> None:
+    """A mask made inside a chain, where some other tail forbade the run, once ended all later runs from there."""
+    for pattern in ("ab(ab)?", "(yes|no|yester)", "x{1,5}y?", "aabb(a|b)", "yesyesno(x|y)"):
+        fresh, used = (FSM.regex(pattern, toy, Limits(), "canonical") for _ in range(2))
+        states = [s for s in range(1, used.dfa.num_states) if used.alive[s]]
+        for state in states:
+            used.row(state)
+        tails = [(), *((i,) for i in range(toy.width) if i not in toy.special_ids)]
+        assert [fresh.forced(s, t) for s in states for t in tails] == [used.forced(s, t) for s in states for t in tails]
+        assert any(fresh.forced(s, ()) for s in states)
+
+
 def test_fill_overwrites_a_row_of_a_larger_array(smollm2: Vocabulary) -> None:
     """G4: rows of one int32 array, each the whole width."""
     grammar: FsmGrammar = FSM.regex("[ab]+|1", smollm2, Limits())
