@@ -11,7 +11,7 @@ import sys
 
 from benchmarks.common import ROOT, note
 
-QUICK = ("tree", "scheduler", "sampling", "kernels", "attention")
+QUICK = ("tree", "scheduler", "sampling", "kernels", "attention", "grammar")
 
 
 def main() -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import json
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +24,7 @@ from phloem.runtime.request import GrammarSpec
 
 __all__ = ["AUDITED", "AUDIT_VERSION", "ENGINES_OF", "Route", "XGRAMMAR_FACTS", "is_audited", "route", "xgrammar_objection"]
 
-AUDIT_VERSION = "audit 1"
+AUDIT_VERSION = "audit 2"
 """Part of every cache key (C5): raise it whenever a fact or a lowering changes."""
 
 AUDITED = {"xgrammar": ("0.2.9",), "llguidance": ("1.9.1",)}
@@ -150,39 +149,6 @@ def _closed(node: Mapping[str, Any]) -> bool:
     return node.get("additionalProperties") is False and set(node.get("required", ())) <= set(node.get("properties", ()))
 
 
-def _anchored(node: Mapping[str, Any]) -> bool:
-    """`^…$` around one branch, without quotes or doubled backslashes, which xgrammar writes into JSON as they are."""
-    pattern = node["pattern"]
-    if not (pattern.startswith("^") and pattern.endswith("$")) or '"' in pattern or "\\\\" in pattern:
-        return False
-    # Only what can be said in plain ASCII, without a class that takes what JSON has to escape.
-    return bool(re.fullmatch(r"[A-Za-z0-9_ .,:;@#/+*?(){}\[\]\\|<>=!%&~-]*", pattern[1:-1])) and not _wide(pattern[1:-1])
-
-
-def _wide(body: str) -> bool:
-    """A negated class, a dot or a negated shorthand may match what JSON must escape; a bar outside groups splits the anchors."""
-    depth, at = 0, 0
-    while at < len(body):
-        c = body[at]
-        if c == "\\":
-            if body[at + 1 : at + 2] not in tuple("dw.-/+*?()[]{}|"):
-                return True
-            at += 1
-        elif c == "[":
-            end = body.find("]", at)
-            if end < 0 or body[at + 1] == "^" or "\\" in body[at:end]:
-                return True
-            at = end
-        elif c == ".":
-            return True
-        elif c in "()":
-            depth += 1 if c == "(" else -1
-        elif c == "|" and not depth:
-            return True
-        at += 1
-    return False
-
-
 def _int64(node: Mapping[str, Any]) -> bool:
     bounds = [node[k] for k in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum") if k in node]
     return all(isinstance(b, int) and -(2**63) <= b < 2**63 for b in bounds)
@@ -191,7 +157,7 @@ def _int64(node: Mapping[str, Any]) -> bool:
 XGRAMMAR_FACTS: dict[str, tuple[str, Fact]] = {
     "object": ("closed: additionalProperties false, required within properties", lambda n: _only("type", "properties", "required", "additionalProperties")(n) and _closed(n)),
     "array": ("items, minItems, maxItems", _only("type", "items", "minItems", "maxItems")),
-    "string": ("plain, min/maxLength alone, or one anchored ASCII pattern alone", lambda n: _only("type", "minLength", "maxLength")(n) or (_only("type", "pattern")(n) and _anchored(n)) or (_only("type", "format")(n) and n["format"] in ("uuid", "email", "ipv6", "duration"))),
+    "string": ("plain, or min/maxLength alone", _only("type", "minLength", "maxLength")),
     "integer": ("ranges within int64", lambda n: _only("type", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")(n) and _int64(n)),
     "number": ("without bounds", _only("type")),
     "boolean": ("", _only("type")),
@@ -200,7 +166,11 @@ XGRAMMAR_FACTS: dict[str, tuple[str, Fact]] = {
     "anyOf": ("alone", _only("anyOf", "$defs")),
     "enum": ("alone", _only("enum")),
 }  # fmt: skip
-"""What xgrammar 0.2.9 enforces exactly, by the kind of a lowered node: when, and the same as a predicate."""
+"""What xgrammar 0.2.9 enforces exactly, by the kind of a lowered node: when, and the same as a predicate.
+
+No pattern and no format: its regexes skip what stands before a bounded repeat in an optional group (`a(\\.[0-9]{1,3})?b` takes
+"a1b"), and its formats are written with the same engine.
+"""
 
 
 def xgrammar_objection(schema: Any, pointer: str = "") -> tuple[str, str] | None:
