@@ -39,7 +39,7 @@ def weight(kind: str, rows: int, columns: int, seed: int) -> tuple[Weight, F64]:
     if kind in ("f32", "bf16", "f16"):
         values = values.to({"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}[kind])
         return Weight(kind, (rows, columns), values), values.double().numpy()  # type: ignore[arg-type]
-    data = quantise(kind, values)  # type: ignore[arg-type]
+    data = quantise(kind, values)
     return Weight(kind, (rows, columns), data), np.asarray(dequantise(kind, data), np.float64)  # type: ignore[arg-type]
 
 
@@ -48,7 +48,8 @@ def as_int8(x: F32) -> F64:
     blocks = x.reshape(len(x), -1, 32)
     most = np.abs(blocks).max(-1, keepdims=True)
     quants = np.rint(blocks * np.divide(np.float32(127), most, out=np.zeros_like(most), where=most > 0))
-    return (quants.astype(np.float64) * (most / np.float32(127))).reshape(x.shape)
+    exact: F64 = (quants.astype(np.float64) * (most / np.float32(127))).reshape(x.shape)
+    return exact
 
 
 def poisoned(rows: int, stride: int) -> F32:

@@ -168,6 +168,7 @@ def test_b1_a_tokens_logits_are_its_own(variant: str, kind: str) -> None:
         beside = make_batch(
             [Piece(IDS[(i + 1) % 6][: 3 + i], 0, tables[i]) for i in range(5)] + [Piece(IDS[0][:20], 0, tables[5])], SPEC
         )
+        assert expected is not None
         assert torch.equal(runner.forward(beside)[5], expected[19])
         backend.close()
 
@@ -235,7 +236,7 @@ def test_the_arena_does_not_grow_with_layers() -> None:
         model = Tiny(backend)
         model.layers = model.layers[:layers]
         recorder = Recorder(SPEC, lambda layer, value: 64)
-        result = model.forward(recorder, object())  # type: ignore[arg-type]
+        result = model.forward(recorder, object())
         recorded.append(layout(recorder.recorded, result, LIMITS)[1])  # type: ignore[arg-type]
     assert recorded[0] == recorded[1]
     backend.close()
