@@ -5,8 +5,8 @@
 prefill  one prompt of 512 and of 2,048 tokens                      against llama-bench pp512, pp2048
 decode   one stream, 128 tokens after a prompt of 128               against llama-bench tg128
 b        32 streams, 64 in / 128 out                                against vLLM and llama-batched-bench
-c        64 questions of 32 tokens behind 1,024 shared, 16 out      against vLLM
-e        8 roots of 512, 4 branches of 8, 4 children of 8, 32 out   against vLLM (levels in lock step for both)
+c        64 questions of 32 tokens behind 1,024 shared, 16 out      against vLLM; 16 run at a time, in both
+e        8 roots of 512, 4 branches of 8, 4 children of 8, 32 out   against vLLM; 16 at a time, levels in lock step, in both
 g        a prompt of 2,048 tokens again: tokens computed, TTFT      one token must be recomputed
 h        8 streams of 64 in / 256 out meet a prompt of 1,500        longest stall, in units of one budgeted step
 start    engine from nothing to the first token
@@ -22,6 +22,8 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import phloem as ph
 from benchmarks.common import interleaved, median, note, random_ids, record
@@ -36,8 +38,8 @@ def sampling(n: int) -> ph.SamplingParams:
 
 
 class Ours:
-    def __init__(self, dtype: str, threads: int, **config: object) -> None:
-        self.engine = ph.Engine(dtype=dtype, threads=threads, kv_tokens=65_536, max_running=32, **config)
+    def __init__(self, dtype: str, threads: int, running: int) -> None:
+        self.engine = ph.Engine(dtype=dtype, threads=threads, kv_tokens=65_536, max_running=running)
         self.engine.generate(random_ids(5, 64), sampling(4))
 
     def prefill(self, seed: int, length: int) -> float:
@@ -60,18 +62,40 @@ class Ours:
         return time.perf_counter() - start, [o.token_ids for o in outputs]
 
 
-def tree(generate: object, seed: int) -> float:
-    """Seconds that `generate` takes for the workload e, level by level."""
-    run = generate
-    assert callable(run)
+Generate = Callable[[list[list[int]], int], tuple[float, list[list[int]]]]
+
+
+def shared_prefix(run: Generate, seed: int) -> float:
+    """Seconds of workload c."""
+    prefix = random_ids(seed, 1024)
+    return run([prefix + random_ids(seed * 1000 + i, 32) for i in range(64)], 16)[0]
+
+
+def tree(run: Generate, seed: int) -> float:
+    """Seconds of workload e, level by level."""
     roots = [random_ids(seed * 1000 + r, 512) for r in range(8)]
     level1 = [root + random_ids(seed * 1000 + 100 + r * 10 + b, 8) for r, root in enumerate(roots) for b in range(4)]
     first, outputs = run(level1, 32)
     level2 = [
         p + o + random_ids(seed * 100_000 + i * 10 + k, 8) for i, (p, o) in enumerate(zip(level1, outputs)) for k in range(4)
     ]
-    second, _ = run(level2, 32)
-    return float(first + second)
+    return first + run(level2, 32)[0]
+
+
+@contextmanager
+def peer(running: int) -> Iterator[Vllm | None]:
+    """A vLLM that runs so many sequences at once, warmed up; None where there is none."""
+    vllm = Vllm(running)
+    if not vllm.found():
+        yield None
+        return
+    note("starting vLLM ...")
+    vllm.start()
+    try:
+        vllm.generate([random_ids(1, 64)], 4)
+        yield vllm
+    finally:
+        vllm.stop()
 
 
 def report(
@@ -101,17 +125,11 @@ def main() -> None:
     args = parser.parse_args()
     parts = args.only.split(",")
     llama = LlamaCpp({"f32": "f32", "bf16": "bf16", "q8": "q8_0", "q4": "q4_0"}[args.dtype], args.threads)
-    vllm = Vllm(32)
     if not llama.found():
         note("llama.cpp is not there (benchmarks/peers/setup.sh llama): its columns are left out.")
-    use_vllm = vllm.found() and any(p in parts for p in "bce")
-    if any(p in parts for p in "bce") and not use_vllm:
+    if not Vllm(1).found():
         note("vLLM is not there (benchmarks/peers/setup.sh vllm): its columns are left out.")
-    if use_vllm:
-        note("starting vLLM ...")
-        vllm.start()
-        vllm.generate([random_ids(1, 64)], 4)
-    ours = Ours(args.dtype, args.threads)
+    ours = Ours(args.dtype, args.threads, running=32)
     extra = {"dtype": args.dtype, "threads": args.threads}
     seeds = iter(range(10, 10_000))
     if "prefill" in parts:
@@ -128,30 +146,26 @@ def main() -> None:
             runs["llama.cpp"] = lambda _: llama.bench(0, 128)
         report("decode_1", "one stream, 128 in / 128 out", interleaved(args.repeat, **runs), "tok/s", True, **extra)
     if "b" in parts:
-        runs = {"phloem": lambda _: 32 * 128 / ours.generate([random_ids(next(seeds), 64) for _ in range(32)], 128)[0]}
-        if use_vllm:
-            runs["vllm"] = lambda _: 32 * 128 / vllm.generate([random_ids(next(seeds), 64) for _ in range(32)], 128)[0]
-        if llama.found():
-            runs["llama.cpp"] = lambda _: llama.batched(64, 128, 32)
-        report("b_32_streams", "32 streams, 64 in / 128 out", interleaved(args.repeat, **runs), "out tok/s", True, **extra)
-    if "c" in parts:
-
-        def shared(run: object, seed: int) -> float:
-            prefix = random_ids(seed, 1024)
-            assert callable(run)
-            return float(run([prefix + random_ids(seed * 1000 + i, 32) for i in range(64)], 16)[0])
-
-        runs = {"phloem": lambda _: shared(ours.generate, next(seeds))}
-        if use_vllm:
-            runs["vllm"] = lambda _: shared(vllm.generate, next(seeds))
-        report("c_shared_prefix", "64 x (1,024 shared + 32) in / 16 out", interleaved(args.repeat, **runs), "s", False, **extra)
-    if "e" in parts:
-        runs = {"phloem": lambda _: tree(ours.generate, next(seeds))}
-        if use_vllm:
-            runs["vllm"] = lambda _: tree(vllm.generate, next(seeds))
-        report("e_tree", "8 x 512, 4 x 8, 4 x 8 in / 32 out a node", interleaved(args.repeat, **runs), "s", False, **extra)
-    if use_vllm:
-        vllm.stop()
+        with peer(32) as vllm:
+            runs = {"phloem": lambda _: 32 * 128 / ours.generate([random_ids(next(seeds), 64) for _ in range(32)], 128)[0]}
+            if vllm:
+                runs["vllm"] = lambda _: 32 * 128 / vllm.generate([random_ids(next(seeds), 64) for _ in range(32)], 128)[0]
+            if llama.found():
+                runs["llama.cpp"] = lambda _: llama.batched(64, 128, 32)
+            report("b_32_streams", "32 streams, 64 in / 128 out", interleaved(args.repeat, **runs), "out tok/s", True, **extra)
+    if "c" in parts or "e" in parts:
+        sixteen = Ours(args.dtype, args.threads, running=16)
+        with peer(16) as vllm:
+            for part, name, workload, run in (
+                ("c", "c_shared_prefix", "64 x (1,024 shared + 32) in / 16 out, 16 at a time", shared_prefix),
+                ("e", "e_tree", "8 x 512, 4 x 8, 4 x 8 in / 32 out a node, 16 at a time", tree),
+            ):
+                if part in parts:
+                    runs = {"phloem": lambda _, run=run: run(sixteen.generate, next(seeds))}
+                    if vllm:
+                        runs["vllm"] = lambda _, run=run: run(vllm.generate, next(seeds))
+                    report(name, workload, interleaved(args.repeat, **runs), "s", False, **extra)
+        sixteen.engine.close()
     if "g" in parts:
         ids = random_ids(next(seeds), 2048)
         cold = ours.engine.generate(ids, sampling(1))
