@@ -31,6 +31,8 @@ __all__ = ["Core", "EngineClient", "InprocClient", "Sink", "Verb"]
 Verb = Literal["stats", "explain", "flush", "check"]
 BLOCKED_SECONDS = 0.001
 """How long to sleep between two looks at grammars that compile elsewhere."""
+INTERRUPT_SECONDS = 0.1
+"""How long a thread that waits for another's step takes at most to notice Ctrl-C."""
 VERBS: tuple[Verb, ...] = ("stats", "explain", "flush", "check")
 
 
@@ -163,20 +165,12 @@ class InprocClient:
     def run(self, done: Callable[[], bool], deadline: float | None = None) -> bool:
         self.ensure_usable()
         while True:
-            with self._lock:
-                while self._holder is not None and not done():
-                    if self._holder == threading.get_ident():
-                        raise EngineBusyError(
-                            "this thread is inside a step of this engine already: a progress callback or a signal handler cannot use "
-                            "the engine. Note what you want, and do it when the call that is under way has returned."
-                        )
-                    left = None if deadline is None else deadline - time.monotonic()
-                    if left is not None and left <= 0:
-                        return False
-                    self._changed.wait(left)
-            if done():
-                return True
             with _InterruptsLater() as interrupts:
+                # Also while waiting: a KeyboardInterrupt in Condition.wait can leave it without the lock that it must give back.
+                if not self._wait_for_baton(done, deadline, interrupts):
+                    return False
+                if done():
+                    return True
                 if not self._take_baton():
                     continue
                 try:
@@ -193,6 +187,21 @@ class InprocClient:
                     if self._ending is not None and not isinstance(self._ending, EngineDeadError):
                         self._finish()  # closed meanwhile, perhaps by ourselves: by a callback inside a step
 
+    def _wait_for_baton(self, done: Callable[[], bool], deadline: float | None, interrupts: _InterruptsLater) -> bool:
+        """Until it is free, done(), or Ctrl-C. False: the deadline came before."""
+        with self._lock:
+            while self._holder is not None and not done() and not interrupts.pending:
+                if self._holder == threading.get_ident():
+                    raise EngineBusyError(
+                        "this thread is inside a step of this engine already: a progress callback or a signal handler cannot use "
+                        "the engine. Note what you want, and do it when the call that is under way has returned."
+                    )
+                left = INTERRUPT_SECONDS if deadline is None else min(deadline - time.monotonic(), INTERRUPT_SECONDS)
+                if left <= 0:
+                    return False
+                self._changed.wait(left)
+        return True
+
     def abandon(self, request_ids: Sequence[str]) -> None:
         ids = tuple(request_ids)
         if os.getpid() != self._pid or not ids:
@@ -203,12 +212,10 @@ class InprocClient:
             self._abort(ids)
             executed.set_result(None)
 
-        try:
+        with _InterruptsLater(), suppress(PhloemError):  # closed or dead meanwhile: nothing is held any more
             self._post(command)
             if self._holder != threading.get_ident():  # else: a garbage collection inside a step brought us here
                 self.run(lambda: executed.done() and not any(i in self._sinks for i in ids))
-        except PhloemError:
-            return  # closed or dead meanwhile: nothing is held any more
 
     # ---- the engine thread ----------------------------------------------------------------------------------------------
 

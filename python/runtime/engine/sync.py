@@ -156,9 +156,7 @@ class Engine:
         by `delta.index`. The pieces of a sample add up to its Output, `stream.output` in the end.
         """
         self._client.ensure_usable()
-        call = self._verbs.generate(
-            prompt, sampling, n=n, priority=priority, namespace=namespace, streaming=True, **constraint
-        )
+        call = self._verbs.generate(prompt, sampling, n=n, priority=priority, namespace=namespace, streaming=True, **constraint)
         return Stream(self, call, timeout)
 
     def stream_chat(
@@ -308,11 +306,8 @@ class Engine:
         try:
             self._client.submit(call.entries(), atomic=call.on_error == "raise")
             in_time = self._client.run(call.done, deadline)
-        except BaseException:
-            self._client.abandon(call.live_ids())
-            raise
-        live = call.live_ids()
-        if live:  # out of time, or the others of a call that is to raise
+        finally:
+            live = call.live_ids()  # interrupted, out of time, or the others of a call that is to raise
             self._client.abandon(live)
         if not in_time and seconds is not None:
             call.time_out(seconds, live)
@@ -327,8 +322,9 @@ class Engine:
 class Stream(Iterator[Delta]):
     """Deltas of one `stream` call. Also a context manager; `close` aborts what is unfinished."""
 
+    _over = True  # until queued: __del__ runs also when __init__ was interrupted before its first line
+
     def __init__(self, engine: Engine, call: Call, timeout: float | None) -> None:
-        self._over = True  # until queued: __del__ runs also when the next line raises
         self._engine, self._client, self._call = engine, engine._client, call
         self._seconds = check_timeout(timeout)
         self._deadline = None if self._seconds is None else time.monotonic() + self._seconds
@@ -374,8 +370,8 @@ class Stream(Iterator[Delta]):
     def close(self) -> None:
         """Abort what is unfinished and free it. May be called again."""
         if not self._over:
-            self._over = True
             self._client.abandon(self._call.live_ids())
+            self._over = True  # not before: what Ctrl-C keeps from being abandoned here, __del__ abandons
 
     @property
     def outputs(self) -> list[Output]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -394,6 +395,58 @@ def test_ctrl_c_in_one_thread_leaves_the_others_calls_alone() -> None:
             engine.generate("mine", LONG)
         other.join(30)
         assert results == [alone] and engine.stats().running == 0
+
+
+def test_what_ctrl_c_keeps_from_being_abandoned_is_abandoned_later(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = engine.stream("hello", LONG)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._client, "abandon", lambda ids: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            stream.close()
+    assert engine.stats().running + engine.stats().waiting == 1
+    del stream
+    gc.collect()
+    assert engine.stats().running == engine.stats().waiting == 0
+    Stream.__new__(Stream).close()  # interrupted before the first line of __init__: collecting it says nothing
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Ctrl-C may also fall into a __del__
+@pytest.mark.parametrize("shared", [False, True], ids=["alone", "beside another thread"])
+def test_ctrl_c_at_any_moment_leaves_nothing_behind(shared: bool) -> None:
+    """KeyboardInterrupt and nothing else comes out, wherever it falls: in a step, in a wait, on the way in or out."""
+    rng, interrupted = random.Random(1), 0
+    with Engine.from_parts(parts(pause=0.0003, kv_tokens=128, max_running=3)) as engine:
+        expected, stop, wrong = engine.generate("hello", GREEDY).token_ids, threading.Event(), list[Any]()
+
+        def work() -> None:
+            while not stop.is_set():
+                wrong.extend(o.token_ids for o in engine.generate("hello", GREEDY, n=2) if o.token_ids != expected)
+
+        other = threading.Thread(target=work)
+        if shared:
+            other.start()
+        before = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+        try:
+            for _ in range(150):
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, rng.choice((1e-4, 1e-3, 5e-3)) * rng.random() + 1e-6)
+                    assert engine.generate("hello", GREEDY).token_ids == expected
+                    for _ in engine.stream("there", GREEDY, n=2):
+                        engine.explain("hello")
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                except KeyboardInterrupt:
+                    interrupted += 1
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+            stop.set()
+        if shared:
+            other.join(30)
+        gc.collect()
+        engine.check()
+        stats = engine.stats()
+        assert not wrong and interrupted > 20
+        assert stats.running == stats.waiting == stats.pages_live == 0
 
 
 def test_after_close_every_verb_is_refused_and_close_may_be_repeated() -> None:
