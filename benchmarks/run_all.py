@@ -1,6 +1,6 @@
 """`make bench`: every benchmark here, one after another, each in a process of its own. One JSON line a figure on stdout.
 
-    python -m benchmarks.run_all [--quick]
+python -m benchmarks.run_all [--quick]
 """
 
 from __future__ import annotations

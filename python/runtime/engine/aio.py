@@ -147,9 +147,7 @@ class AsyncEngine:
     ) -> AsyncStream:
         """As Engine.stream: `async for delta in engine.stream(…)`. Needs a running loop; a refused prompt raises at the first step."""
         self._client.ensure_usable()
-        call = self._verbs.generate(
-            prompt, sampling, n=n, priority=priority, namespace=namespace, streaming=True, **constraint
-        )
+        call = self._verbs.generate(prompt, sampling, n=n, priority=priority, namespace=namespace, streaming=True, **constraint)
         return AsyncStream(self, call, timeout)
 
     def stream_chat(
