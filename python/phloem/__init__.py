@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from phloem.runtime.config import EngineConfig
     from phloem.runtime.engine.aio import AsyncEngine, AsyncStream
+    from phloem.runtime.engine.select import ChoiceScores, Selection
     from phloem.runtime.engine.sync import Engine, Stream
     from phloem.runtime.errors import (
         CapacityError,
@@ -45,6 +46,7 @@ __all__ = [
     "AsyncEngine",
     "AsyncStream",
     "CapacityError",
+    "ChoiceScores",
     "ConfigError",
     "ContextLengthError",
     "Delta",
@@ -65,6 +67,7 @@ __all__ = [
     "RequestError",
     "RequestTimeoutError",
     "SamplingParams",
+    "Selection",
     "Stream",
     "TokenLogprob",
     "UnsupportedModelError",
@@ -74,8 +77,10 @@ __all__ = [
 _HOME = {
     "AsyncEngine": "phloem.runtime.engine.aio",
     "AsyncStream": "phloem.runtime.engine.aio",
+    "ChoiceScores": "phloem.runtime.engine.select",
     "Engine": "phloem.runtime.engine.sync",
     "EngineConfig": "phloem.runtime.config",
+    "Selection": "phloem.runtime.engine.select",
     "Stream": "phloem.runtime.engine.sync",
     **dict.fromkeys(("Delta", "Output", "SamplingParams", "TokenLogprob", "Usage"), "phloem.runtime.request"),
 }  # every other name of __all__ is an error
