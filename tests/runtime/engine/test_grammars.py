@@ -221,7 +221,7 @@ def test_c6_a_refused_grammar_is_its_requests_output_and_no_exception_of_the_cor
 @pytest.mark.case("C-STRUCT-13")
 def test_c2_a_bomb_never_holds_a_neighbours_step() -> None:
     """While a strangers' schema compiles for seconds, each step of the neighbour still gives its token."""
-    service = fresh(limits=Limits(cpu_seconds=0.5, subschemas=10**6, source_bytes=10**8))
+    service = fresh(limits=Limits(cpu_seconds=0.1, subschemas=10**6, source_bytes=10**8))
     try:
         begin(service, kind="json_schema", source='{"type": "boolean"}').wait(60)
         d = Driver(grammars=service, vocab_size=TOY.width, check=False, num_pages=1024)  # type: ignore[arg-type]
