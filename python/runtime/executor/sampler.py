@@ -80,7 +80,13 @@ def has_penalties(s: SamplingParams) -> bool:
 
 
 def dead_end(row: SampleRow) -> RowFailure:
-    what = "the grammar mask" if row.mask is not None else "allowed_token_ids less the ids masked before min_tokens"
+    what = "allowed_token_ids less the ids masked before min_tokens"
+    if row.mask is not None:
+        what = (
+            "the grammar mask"
+            if row.sampling.allowed_token_ids is None
+            else "what the grammar and allowed_token_ids have in common"
+        )
     message = (
         f"no legal token is left at output position {row.position}: {what} is empty. Loosen the constraint, or report this."
     )

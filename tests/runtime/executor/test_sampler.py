@@ -203,6 +203,16 @@ def test_an_empty_mask_fails_its_request_alone():
     assert dead[::2] == draw([random_logits(1), random_logits(2)], rows[::2])
 
 
+def test_a_dead_end_names_all_that_left_no_token():
+    both = SamplingParams(temperature=0, allowed_token_ids=[3])
+    for s, mask, says in (
+        (both, 0, "the grammar and allowed_token_ids have in common"),
+        (SamplingParams(temperature=0), 0, "the grammar mask is empty"),
+    ):
+        (dead,) = draw([random_logits(1)], [spec_row(s, mask=mask)], masks=bits(*([5] if s is both else [WIDTH - 1])))
+        assert isinstance(dead, RowFailure) and says in str(dead.error)
+
+
 def test_M1_a_grammar_at_its_end_outranks_min_tokens():
     logits = random_logits(1)
     assert one(logits, SamplingParams(), masks=bits(7), mask=0, block=(7,)).token == 7
