@@ -386,7 +386,7 @@ def test_an_engine_in_a_forked_child_and_an_engine_of_its_own() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_ctrl_c_in_the_middle_of_a_batch_ends_the_program_within_two_seconds() -> None:
+def test_ctrl_c_in_the_middle_of_a_batch_ends_the_program_soon() -> None:
     code = """
     engine = ph.Engine(kv_tokens=65536, max_running=32)
     print("ready", flush=True)
