@@ -1,0 +1,1 @@
+"""The rollout engine: a trainer's weights, versioned caches, samples with both log-probabilities."""
