@@ -16,7 +16,17 @@
     ├── EngineSuspendedError       503   the KV pool was handed back; resume first
     ├── RequestTimeoutError        408   the caller's own deadline passed; the request was aborted
     ├── NumericalError             500   the model gave a logits row that is not finite
-    └── KernelError                500   a native kernel refused its arguments
+    ├── KernelError                500   a native kernel refused its arguments
+    └── ProgramError               400   a program of the language cannot go on; knows the line of the gen
+        ├── IncompleteOutput       500     the output ended before it was a value of its type
+        ├── CheckFailed            500     no output passed the gen's check
+        ├── ToolFailed             500     a tool raised, was refused its arguments, or took too long
+        ├── BackendUnsupported     400     the backend lacks what this node needs
+        ├── BackendUnavailable     503     there is no backend, or it does not answer
+        ├── ProgramTimeout         408     a deadline of the program passed; what ran was aborted (also a TimeoutError)
+        ├── LimitExceeded          400     a limit of `limits(...)` was reached
+        ├── Cancelled              499     the run was closed, or its block was left
+        └── ReplayMismatch         500     a request differs from the recorded one
 
 A `RequestError` concerns one request and leaves its neighbours alone. Assertions are for our own invariants.
 """
@@ -24,7 +34,11 @@ A `RequestError` concerns one request and leaves its neighbours alone. Assertion
 from __future__ import annotations
 
 __all__ = [
+    "BackendUnavailable",
+    "BackendUnsupported",
+    "Cancelled",
     "CapacityError",
+    "CheckFailed",
     "ConfigError",
     "ContextLengthError",
     "EngineBusyError",
@@ -33,23 +47,38 @@ __all__ = [
     "EngineSuspendedError",
     "GrammarDeadEnd",
     "GrammarError",
+    "IncompleteOutput",
     "InvalidRequestError",
     "KernelError",
+    "LimitExceeded",
     "ModelLoadError",
     "NumericalError",
     "PhloemError",
+    "ProgramError",
+    "ProgramTimeout",
+    "ReplayMismatch",
     "RequestError",
     "RequestTimeoutError",
+    "ToolFailed",
     "UnsupportedModelError",
     "from_wire",
 ]
 
 
 class PhloemError(Exception):
-    """Root of the tree. `status` is the HTTP status, `code` the word on the wire, `param` the field to blame."""
+    """Root of the tree. `status` is the HTTP status, `code` the word on the wire, `param` the field to blame.
+
+    at, name, branch, prompt_tail, request_id: where in a program of the language it arose ("file.py:31", the gen's name, the branch
+    indices, the end of what stood before it, the request); None outside of one.
+    """
 
     status: int = 500
     code: str = "internal_error"
+    at: str | None = None
+    name: str | None = None
+    branch: tuple[int, ...] | None = None
+    prompt_tail: str | None = None
+    request_id: str | None = None
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -124,6 +153,46 @@ class NumericalError(PhloemError):
 
 class KernelError(PhloemError):
     status, code = 500, "kernel_error"
+
+
+class ProgramError(PhloemError):
+    status, code = 400, "program_error"
+
+
+class IncompleteOutput(ProgramError):
+    status, code = 500, "incomplete_output"
+
+
+class CheckFailed(ProgramError):
+    status, code = 500, "check_failed"
+
+
+class ToolFailed(ProgramError):
+    status, code = 500, "tool_failed"
+
+
+class BackendUnsupported(ProgramError):
+    status, code = 400, "backend_unsupported"
+
+
+class BackendUnavailable(ProgramError):
+    status, code = 503, "backend_unavailable"
+
+
+class ProgramTimeout(ProgramError, TimeoutError):
+    status, code = 408, "program_timeout"
+
+
+class LimitExceeded(ProgramError):
+    status, code = 400, "limit_exceeded"
+
+
+class Cancelled(ProgramError):
+    status, code = 499, "cancelled"
+
+
+class ReplayMismatch(ProgramError):
+    status, code = 500, "replay_mismatch"
 
 
 def from_wire(name: str, message: str, param: str | None = None, code: str | None = None) -> PhloemError:
