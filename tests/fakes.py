@@ -325,6 +325,8 @@ class ScriptedExecutor:
 class PatternCursor:
     """A finite pattern: an int is a forced token, a set a free choice. Done at its end."""
 
+    dropped = 0
+
     def __init__(self, pattern: Sequence[int | frozenset[int]]) -> None:
         self.pattern, self.at = pattern, 0
 

@@ -183,7 +183,11 @@ def _check_sampling(s: SamplingParams) -> None:
 
 
 class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A constraint as the caller wrote it (structured.md). Compiled off the loop by grammar/."""
+    """A constraint as the caller wrote it (structured.md). Compiled off the loop by grammar/.
+
+    open_end: a complete value also ends with any text token whose first byte cannot continue it. That token is dropped: it is in
+    no output, Usage.dropped_tokens counts it, finish_reason is "grammar", and no end token is put in its place.
+    """
 
     kind: Literal["json_schema", "json_object", "regex", "choices", "ebnf", "lark", "structural_tag"]
     source: str
@@ -229,12 +233,17 @@ class TokenLogprob(msgspec.Struct, frozen=True):
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """cached_tokens: prompt tokens not computed for this request when it was first admitted; resuming counts nothing."""
+    """cached_tokens: prompt tokens not computed for this request when it was first admitted; resuming counts nothing.
+
+    completion_tokens: of the output, forced_tokens among them.   dropped_tokens: drawn and not in the output: 1 where what the
+    model drew behind an open-ended value ended it (GrammarSpec.open_end).
+    """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
     forced_tokens: int = 0
+    dropped_tokens: int = 0
 
 
 class WireError(msgspec.Struct, frozen=True):

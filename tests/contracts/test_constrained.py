@@ -232,3 +232,23 @@ def test_the_async_engine_takes_the_same() -> None:
             return found[0]
 
     assert asyncio.run(main()).text in ("ab", "cd")
+
+
+@pytest.mark.parametrize("drawing", [{"temperature": 0.0}, {"temperature": 1.0, "seed": 4}], ids=["greedy", "seeded"])
+def test_an_open_end_is_the_models_own(drawing: dict[str, Any], engine: phloem.Engine) -> None:
+    """G7, lang V3: a number in running text ends where the model goes on with something else; that token is in no output."""
+    prompt, number = "Q: How many legs has a dog?\nA: A dog has ", "[0-9]{1,12}"
+    options: Any = {"regex": number, "open_end": True, "trusted": True}
+    sampling = {"max_tokens": 20, "logprobs": True, **drawing}
+    output = engine.generate(prompt, sampling, **options)
+    assert re.fullmatch(number, output.text) and output.finish_reason == "grammar"
+    assert (
+        output.usage.dropped_tokens == 1
+        and len(output.logprobs or ()) == len(output.token_ids) == output.usage.completion_tokens
+    )
+    assert engine.tokenizer.decode(output.token_ids) == output.text
+    stream = engine.stream(prompt, sampling, **options)
+    assert "".join(delta.text for delta in stream) == output.text and stream.output.usage.dropped_tokens == 1
+    several = engine.generate([prompt, prompt + "3"], sampling, n=3, **options)
+    assert all(re.fullmatch(number, each.text) and each.finish_reason == "grammar" for group in several for each in group)
+    assert several[0][0].token_ids == output.token_ids

@@ -148,7 +148,9 @@ class Collector:
             # Complete before whatever came behind it: a failure or an abort of a token that is dropped changes nothing.
             reason, error = "stop_string", None
         num = len(self.token_ids)
-        usage = Usage(usage.prompt_tokens, usage.cached_tokens, num, min(usage.forced_tokens, num))
+        # Whether the core drew beyond a stop string by then is chance, and no business of the output's.
+        dropped = 0 if self.stopped_at is not None else usage.dropped_tokens
+        usage = Usage(usage.prompt_tokens, usage.cached_tokens, num, min(usage.forced_tokens, num), dropped)
         if text:
             self._texts.append(text)
         stop_reason: str | int | None = None

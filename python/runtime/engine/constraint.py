@@ -1,7 +1,7 @@
 """The constraint of a call: the keyword arguments of the verbs in, one GrammarSpec out. Compiles nothing, knows no engine.
 
 json_schema= · json_object= · regex= · choices= · grammar= · structural_tag=   at most one of them
-strict= · json_whitespace= · jump_forward= · trusted=                          how it is served
+strict= · json_whitespace= · jump_forward= · open_end= · trusted=              how it is served
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ class GrammarOptions(TypedDict, total=False):
     json_whitespace: "flexible" (at most 8 blanks where JSON allows some), "spaced" (", " and ": ") or "compact".
     jump_forward: "canonical" takes what is forced without asking the model; "off" gives the same tokens one by one;
         "permissive" forces only where one token alone is legal, which is plain constrained sampling.
+    open_end: a complete value also ends with any text that cannot continue it, as a number in running text does; what ended it is
+        in no output, and Usage.dropped_tokens counts it.
     trusted: the constraint is the program's own, and compiles in this process rather than in a worker that can be killed.
     """
 
@@ -46,11 +48,12 @@ class GrammarOptions(TypedDict, total=False):
     strict: bool
     json_whitespace: Whitespace
     jump_forward: JumpForward
+    open_end: bool
     trusted: bool
 
 
 _KINDS = ("json_schema", "json_object", "regex", "choices", "grammar", "structural_tag")
-_HOW = {"strict": True, "json_whitespace": "flexible", "jump_forward": "canonical", "trusted": False}
+_HOW = {"strict": True, "json_whitespace": "flexible", "jump_forward": "canonical", "open_end": False, "trusted": False}
 _WORDS = {"json_whitespace": ("flexible", "spaced", "compact"), "jump_forward": ("canonical", "permissive", "off")}
 
 
@@ -64,7 +67,7 @@ def grammar_spec(**options: Any) -> GrammarSpec | None:
     if len(given) > 1:
         raise InvalidRequestError(f"{' and '.join(given)} were given; expected one kind of constraint at most.", param=given[1])
     how = {name: options.get(name, default) for name, default in _HOW.items()}
-    for name in ("strict", "trusted"):
+    for name in ("strict", "open_end", "trusted"):
         _check_flag(name, how[name])
     for name, words in _WORDS.items():
         if how[name] not in words:

@@ -249,6 +249,7 @@ class EngineCore:
     def _forget(self, q: Sequence) -> None:
         if q.finish != "stop_string":  # `stop` has counted its own
             self._dropped += q.num_new - q.emitted
+        self._dropped += q.num_dropped
         self._forced += q.num_forced()
         del self._live[q.request.id]
         self._compiling.forget(q)

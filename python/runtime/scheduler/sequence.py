@@ -34,6 +34,10 @@ class Cursor(Protocol):
     def done(self) -> bool:
         """Complete, and nothing but a stop token may follow. Read before `fill`."""
 
+    @property
+    def dropped(self) -> int:
+        """How many of the last accepted tokens are no part of the value: 1 behind one that open_end let in (G7), else 0."""
+
     def fill(self, row: NDArray[np.int32]) -> None:
         """Overwrite all ceil(width / 32) words: bit t is set iff accept(t) would return True."""
 
@@ -93,6 +97,7 @@ class Sequence:
         self.logprobs: list[TokenLogprob | None] = []  # one an output token, if it keeps any
         self.forced_at: list[int] = []  # indices in the output
         self.emitted = 0
+        self.num_dropped = 0  # drawn, and no part of the output: the token that ended an open-ended value (G7)
         self.unscored: deque[int] = deque()  # positions of forced tokens whose logprobs rows still have to give
         self.ending: FinishReason | None = None  # it ends so once these are known
         self.prompt_from = self.num_prompt if s.prompt_logprobs is None else max(1, s.prompt_logprobs)
@@ -140,6 +145,9 @@ class Sequence:
             if self.cursor.forced():
                 self.forced_at.append(self.num_new)  # with jump off the run comes through one-bit masks (J3)
             self._follow(token)
+            if self.cursor.dropped:
+                self.num_dropped += 1
+                return "grammar"  # without the EOS of J8: the model drew something else, and its place holds no other token
         self._append(token, logprob)
         if self.cursor is None:
             reason = self.ends.get(token) if self.ends else None
