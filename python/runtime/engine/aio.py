@@ -147,7 +147,7 @@ class AsyncEngine:
     ) -> AsyncStream:
         """As Engine.stream: `async for delta in engine.stream(…)`. Needs a running loop; a refused prompt raises at the first step."""
         self._client.ensure_usable()
-        call = self._verbs.generate(prompt, sampling, n=n, priority=priority, namespace=namespace, streaming=True, **constraint)
+        call = self._verbs.stream("generate", prompt, sampling, n=n, priority=priority, namespace=namespace, **constraint)
         return AsyncStream(self, call, timeout)
 
     def stream_chat(
@@ -166,8 +166,8 @@ class AsyncEngine:
     ) -> AsyncStream:
         """`chat`, piece by piece."""
         self._client.ensure_usable()
-        call = self._verbs.chat(
-            messages, sampling, n=n, priority=priority, namespace=namespace, streaming=True, template=template, variables=variables, tools=tools,
+        call = self._verbs.stream(
+            "chat", messages, sampling, n=n, priority=priority, namespace=namespace, template=template, variables=variables, tools=tools,
             **constraint,
         )  # fmt: skip
         return AsyncStream(self, call, timeout)

@@ -146,14 +146,12 @@ class Call:
     """Every sample of one call. Written by the thread that holds the baton; read by the caller's, after `done`.
 
     single: one prompt was given, not a list.   n: samples a prompt; 1 gives Outputs, more give lists of them.
-    listener: called by the baton's thread whenever there is something new; must be quick and must not block.
+    streaming: `deltas` are kept.   listener: called by the baton's thread whenever there is something new; must be quick and must not block.
     progress: called with (ended samples, all samples) by the baton's thread.
     """
 
-    def __init__(
-        self, *, single: bool, n: int, on_error: OnError, streaming: bool, progress: Callable[[int, int], None] | None = None
-    ) -> None:
-        self.single, self.n, self.on_error, self.streaming = single, n, on_error, streaming
+    def __init__(self, *, single: bool, n: int, on_error: OnError, progress: Callable[[int, int], None] | None = None) -> None:
+        self.single, self.n, self.on_error, self.streaming = single, n, on_error, False
         self.samples: list[Sample] = []
         self.deltas: deque[Delta] = deque()
         self.listener: Callable[[], None] | None = None
@@ -272,19 +270,14 @@ class Verbs:
         on_error: OnError = "raise",
         priority: int = 0,
         namespace: str = "",
-        streaming: bool = False,
         progress: Callable[[int, int], None] | None = None,
         **constraint: Unpack[GrammarOptions],
     ) -> Call:
         single = is_one_prompt(prompt)
         prompts: Sequence[Any] = [prompt] if single else list(prompt)  # type: ignore[arg-type]
-        if streaming and not single:
-            raise InvalidRequestError(
-                "stream takes one prompt, and this is a list of them. Use one stream a prompt.", param="prompt"
-            )
         return self._call(
             prompts, self.prompt_ids, sampling, single=single, n=n, on_error=on_error, priority=priority, namespace=namespace,
-            streaming=streaming, progress=progress, grammar=grammar_spec(**constraint),
+            progress=progress, grammar=grammar_spec(**constraint),
         )  # fmt: skip
 
     def chat(
@@ -296,7 +289,6 @@ class Verbs:
         on_error: OnError = "raise",
         priority: int = 0,
         namespace: str = "",
-        streaming: bool = False,
         progress: Callable[[int, int], None] | None = None,
         template: str | None = None,
         variables: Mapping[str, Any] | None = None,
@@ -309,13 +301,27 @@ class Verbs:
                 param="messages",
             )
         single = not messages or not isinstance(messages[0], (list, tuple))
-        if streaming and not single:
-            raise InvalidRequestError("stream_chat takes one conversation, and this is a list of them.", param="messages")
         conversations: Sequence[Any] = [messages] if single else messages
         return self._call(
             conversations, functools.partial(self.chat_ids, template=template, variables=variables, tools=tools), sampling, single=single, n=n, on_error=on_error, priority=priority, namespace=namespace,
-            streaming=streaming, progress=progress, grammar=grammar_spec(**constraint),
+            progress=progress, grammar=grammar_spec(**constraint),
         )  # fmt: skip
+
+    def stream(self, verb: Literal["generate", "chat"], prompt: Any, sampling: Sampling | None, **options: Any) -> Call:
+        """A call of that verb whose deltas are kept. Takes what the verb takes, but for one prompt only, and neither on_error nor
+        progress: a stream raises its error, and its deltas are its progress.
+        """
+        for name in ("on_error", "progress"):
+            if name in options:
+                raise TypeError(f"a stream takes no {name}: it raises its error, and its deltas are its progress.")
+        call = self.chat(prompt, sampling, **options) if verb == "chat" else self.generate(prompt, sampling, **options)
+        if not call.single:
+            what = "stream_chat takes one conversation" if verb == "chat" else "stream takes one prompt"
+            raise InvalidRequestError(
+                f"{what}, and this is a list of them. Use one stream each.", param="messages" if verb == "chat" else "prompt"
+            )
+        call.streaming = True
+        return call
 
     def score(self, prompt: Prompt | Sequence[Prompt], from_position: int, top_logprobs: int, namespace: str) -> Call:
         if isinstance(from_position, bool) or not isinstance(from_position, int) or from_position < 0:
@@ -380,13 +386,12 @@ class Verbs:
         on_error: OnError,
         priority: int,
         namespace: str,
-        streaming: bool,
         progress: Callable[[int, int], None] | None,
         grammar: GrammarSpec | None,
     ) -> Call:
         self._check(n, on_error, priority, namespace, progress)
         params = _sampling_of(sampling, len(prompts), single)
-        call = Call(single=single, n=n, on_error=on_error, streaming=streaming, progress=progress)
+        call = Call(single=single, n=n, on_error=on_error, progress=progress)
         bad: list[tuple[Sample, PhloemError]] = []
         for number, prompt in enumerate(prompts):
             try:

@@ -61,7 +61,7 @@ def grammar_spec(**options: Any) -> GrammarSpec | None:
     """What GrammarOptions asks for; None if it asks for nothing. Raises InvalidRequestError that names the argument."""
     unknown = [name for name in options if name not in _KINDS and name not in _HOW]
     if unknown:
-        raise TypeError(f"there is no argument {unknown[0]!r}; a constraint takes {', '.join([*_KINDS, *_HOW])}.")
+        raise TypeError(f"there is no argument {unknown[0]!r} here; a constraint takes {', '.join([*_KINDS, *_HOW])}.")
     _check_flag("json_object", options.get("json_object", False))
     given = [name for name in _KINDS if options.get(name) is not None and not (name == "json_object" and not options[name])]
     if len(given) > 1:

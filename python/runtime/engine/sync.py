@@ -156,7 +156,7 @@ class Engine:
         by `delta.index`. The pieces of a sample add up to its Output, `stream.output` in the end.
         """
         self._client.ensure_usable()
-        call = self._verbs.generate(prompt, sampling, n=n, priority=priority, namespace=namespace, streaming=True, **constraint)
+        call = self._verbs.stream("generate", prompt, sampling, n=n, priority=priority, namespace=namespace, **constraint)
         return Stream(self, call, timeout)
 
     def stream_chat(
@@ -175,8 +175,8 @@ class Engine:
     ) -> Stream:
         """`chat`, piece by piece."""
         self._client.ensure_usable()
-        call = self._verbs.chat(
-            messages, sampling, n=n, priority=priority, namespace=namespace, streaming=True, template=template, variables=variables, tools=tools,
+        call = self._verbs.stream(
+            "chat", messages, sampling, n=n, priority=priority, namespace=namespace, template=template, variables=variables, tools=tools,
             **constraint,
         )  # fmt: skip
         return Stream(self, call, timeout)

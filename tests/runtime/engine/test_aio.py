@@ -80,6 +80,19 @@ def test_many_tasks_get_what_they_would_alone() -> None:
     assert asyncio.run(main()) == alone
 
 
+def test_an_argument_that_means_nothing_is_never_ignored() -> None:
+    async def main() -> None:
+        async with AsyncEngine.from_parts(parts()) as engine:
+            with pytest.raises(TypeError, match="no argument 'streaming'"):
+                await engine.generate("x", streaming=True)  # type: ignore[call-overload]
+            for stream, prompt in ((engine.stream, "x"), (engine.stream_chat, [{"role": "user", "content": "x"}])):
+                for name in ("on_error", "progress"):
+                    with pytest.raises(TypeError, match=f"a stream takes no {name}"):
+                        stream(prompt, **{name: None})  # type: ignore[operator]
+
+    asyncio.run(main())
+
+
 def test_a_stream_comes_in_pieces_and_ends_with_its_output() -> None:
     async def main() -> None:
         async with AsyncEngine.from_parts(parts(pause=0.002)) as engine:

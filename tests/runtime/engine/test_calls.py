@@ -272,14 +272,34 @@ def test_a_stop_string_is_reported_to_the_client() -> None:
 
 def test_streams_keep_deltas_and_tell_their_sample() -> None:
     rung: list[int] = []
-    call = verbs().generate("a", None, n=2, streaming=True)
+    call = verbs().stream("generate", "a", None, n=2)
     call.listener = lambda: rung.append(1)
     answer(call, "xyz")
     assert [(d.index, d.text) for d in call.deltas] == [(0, "x"), (0, "y"), (0, "z"), (1, "x"), (1, "y"), (1, "z")]
     assert [d.finish_reason for d in call.deltas] == [None, None, "length"] * 2
     assert len(rung) >= 6 and call.stirred()
     with pytest.raises(InvalidRequestError, match="one prompt"):
-        verbs().generate(["a", "b"], None, streaming=True)
+        verbs().stream("generate", ["a", "b"], None)
+
+
+@pytest.mark.parametrize("name", ["on_error", "progress"])
+def test_a_stream_takes_only_what_means_something_to_it(name: str) -> None:
+    for verb, prompt in (("generate", "a"), ("chat", [{"role": "user", "content": "hi"}])):
+        with pytest.raises(TypeError, match=f"takes no {name}: it raises its error"):
+            verbs().stream(verb, prompt, None, **{name: None})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["streaming", "temperature", "atomic"])
+def test_unknown_arguments_are_named(name: str) -> None:
+    hi = [{"role": "user", "content": "hi"}]
+    for make in (
+        lambda **o: verbs().generate("a", None, **o),
+        lambda **o: verbs().chat(hi, None, **o),
+        lambda **o: verbs().stream("generate", "a", None, **o),
+        lambda **o: verbs().stream("chat", hi, None, **o),
+    ):
+        with pytest.raises(TypeError, match=f"no argument '{name}' here; a constraint takes json_schema"):
+            make(**{name: True})  # type: ignore[no-untyped-call]
 
 
 def test_without_a_stream_the_listener_hears_of_the_end_alone() -> None:
@@ -325,7 +345,7 @@ def test_a_bad_message_of_a_list_says_which_conversation() -> None:
         verbs().chat([[{"role": "user", "content": "hi"}], [{"role": "user"}]], None)
     assert caught.value.param == "messages[0].content"
     with pytest.raises(InvalidRequestError, match="one conversation"):
-        verbs().chat([[{"role": "user", "content": "hi"}]], None, streaming=True)
+        verbs().stream("chat", [[{"role": "user", "content": "hi"}]], None)
 
 
 def scored(call: Call) -> None:

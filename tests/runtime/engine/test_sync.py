@@ -176,6 +176,15 @@ def test_a_single_bad_prompt_raises_its_own_error(engine: Engine) -> None:
         engine.generate("x", temperature=1)  # type: ignore[call-overload]
 
 
+def test_an_argument_that_means_nothing_is_never_ignored(engine: Engine) -> None:
+    with pytest.raises(TypeError, match="no argument 'streaming'"):
+        engine.generate("x", streaming=True)  # type: ignore[call-overload]
+    for stream, prompt in ((engine.stream, "x"), (engine.stream_chat, [{"role": "user", "content": "x"}])):
+        for name in ("on_error", "progress"):
+            with pytest.raises(TypeError, match=f"a stream takes no {name}"):
+                stream(prompt, **{name: None})  # type: ignore[operator]
+
+
 def test_a_row_that_fails_fails_alone(engine: Engine) -> None:
     """S6."""
     clean = engine.generate(["aaa", "bbb"], GREEDY)
