@@ -32,7 +32,7 @@ typedef enum phloem_status {
 enum { PHLOEM_AUTO = -1, PHLOEM_BASE = 0, PHLOEM_X86_V3 = 1, PHLOEM_X86_V4 = 2, PHLOEM_X86_V4_VNNI = 3 };
 
 /* Raised when a function or struct of these headers changes; native.py refuses a library of another number. */
-enum { PHLOEM_ABI = 1 };
+enum { PHLOEM_ABI = 2 };
 PHLOEM_API int phloem_abi(void);
 
 typedef struct phloem_context phloem_context;
@@ -49,6 +49,9 @@ PHLOEM_API int phloem_supported(int variant);            /* 1 if this library an
 /* Zeroed memory, 64-byte aligned, in huge pages where the system has them; what is not released goes with the context. */
 PHLOEM_API int phloem_memory_allocate(phloem_context* context, int64_t bytes, void** memory);
 PHLOEM_API void phloem_memory_release(phloem_context* context, void* memory);
+/* Gives the memory behind [memory, memory + bytes) back to the system and keeps the addresses: it reads as zero, and is taken
+ * again as it is written. What whole system pages do not cover stays, zeroed. Returns the bytes given back. */
+PHLOEM_API int64_t phloem_memory_discard(phloem_context* context, void* memory, int64_t bytes);
 
 #ifdef __cplusplus
 }

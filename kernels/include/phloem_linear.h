@@ -21,6 +21,16 @@ PHLOEM_API int phloem_matrix_share(phloem_context*, int kind, int n, int k, cons
 PHLOEM_API void phloem_matrix_destroy(phloem_context*, phloem_matrix*);
 /* Bytes of memory that it takes (0 if shared). */
 PHLOEM_API int64_t phloem_matrix_bytes(const phloem_matrix*);
+/* An empty (zero) matrix of the form that phloem_matrix_pack would give, to be written by phloem_matrix_store. */
+PHLOEM_API int phloem_matrix_empty(phloem_context*, int kind, int n, int k, phloem_matrix**);
+/* Writes rows [n][k] over a packed matrix, in place: f32, f16 and bf16 rows into f32 or bf16, blocks into the same blocks. */
+PHLOEM_API int phloem_matrix_store(phloem_context*, phloem_matrix*, int kind, const void* rows, int64_t row_bytes);
+/* Writes one packed matrix over another of the same kind and shape. */
+PHLOEM_API int phloem_matrix_copy(phloem_context*, phloem_matrix* target, const phloem_matrix* source);
+/* phloem_memory_discard of its memory: all zero until it is stored again. Returns the bytes given back. */
+PHLOEM_API int64_t phloem_matrix_discard(phloem_context*, phloem_matrix*);
+/* out[i] = the `bytes` (2 or 4) bytes at addresses[i]: elements sampled from many tensors in one call. */
+PHLOEM_API int phloem_gather(phloem_context*, const int64_t* addresses, int64_t count, int bytes, void* out);
 
 /* y[rows][n] = x[rows][k] W^T (+ bias[n]) (+ residual); the matrices' outputs lie side by side. residual may be y.
  * gated: two matrices of one shape, y = silu(x G^T) * (x U^T). Strides in elements. */

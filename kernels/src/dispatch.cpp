@@ -101,6 +101,11 @@ PHLOEM_API void phloem_memory_release(phloem_context* context, void* memory) {
   if (context != nullptr) context->memory.release(memory);
 }
 
+PHLOEM_API int64_t phloem_memory_discard(phloem_context* context, void* memory, int64_t bytes) {
+  if (context == nullptr || memory == nullptr || bytes <= 0) return 0;
+  return static_cast<int64_t>(phloem::Memory::discard(memory, static_cast<size_t>(bytes)));
+}
+
 PHLOEM_API int phloem_abi(void) { return PHLOEM_ABI; }
 PHLOEM_API const char* phloem_create_error(void) { return create_error; }
 PHLOEM_API void phloem_destroy(phloem_context* context) { delete context; }

@@ -1,6 +1,7 @@
 // C entries of phloem_linear.h, and the checks that the kernels rely on.
 #include "linear_api.h"
 
+#include <cstring>
 #include <new>
 
 #include "elementwise.h"
@@ -70,11 +71,10 @@ int check_source(phloem_context* context, int kind, int n, int k, const void* ro
 
 extern "C" {
 
-PHLOEM_API int phloem_matrix_pack(phloem_context* context, int kind, int n, int k, const void* rows, int64_t row_bytes,
-                                  phloem_matrix** out) {
-  if (const int status = check_source(context, kind, n, k, rows, row_bytes, out)) return status;
-  const Kind source = static_cast<Kind>(kind);
-  Matrix m{source == Kind::kF16 ? Kind::kF32 : source, n, k, nullptr, 0, 0, 0, 0};
+PHLOEM_API int phloem_matrix_empty(phloem_context* context, int kind, int n, int k, phloem_matrix** out) {
+  const int64_t any_row = INT64_MAX;
+  if (const int status = check_source(context, kind, n, k, out, any_row, out)) return status;
+  Matrix m{static_cast<Kind>(kind) == Kind::kF16 ? Kind::kF32 : static_cast<Kind>(kind), n, k, nullptr, 0, 0, 0, 0};
   const int64_t bytes = PHLOEM_PICK(matrix_layout, context->variant)(m);
   char* data = static_cast<char*>(context->memory.allocate(static_cast<size_t>(bytes)));
   auto* matrix = new (std::nothrow) phloem_matrix{m, bytes};
@@ -84,12 +84,63 @@ PHLOEM_API int phloem_matrix_pack(phloem_context* context, int kind, int n, int 
     return context->fail(PHLOEM_NO_MEMORY, "no memory for a %d x %d matrix of %lld bytes", n, k, static_cast<long long>(bytes));
   }
   matrix->matrix.data = data;
+  *out = matrix;
+  return PHLOEM_OK;
+}
+
+PHLOEM_API int phloem_matrix_store(phloem_context* context, phloem_matrix* matrix, int kind, const void* rows, int64_t row_bytes) {
+  if (context == nullptr) return PHLOEM_BAD_ARGUMENT;
+  if (matrix == nullptr || matrix->bytes == 0)
+    return context->fail(PHLOEM_BAD_ARGUMENT, "only a packed matrix can be stored to, not %s", matrix == nullptr ? "NULL" : "a shared one");
+  phloem_matrix* unused = nullptr;
+  if (const int status = check_source(context, kind, matrix->matrix.n, matrix->matrix.k, rows, row_bytes, &unused)) return status;
+  const Kind source = static_cast<Kind>(kind), own = matrix->matrix.kind;
+  if (source != own && (phloem::quantised(source) || phloem::quantised(own)))
+    return context->fail(PHLOEM_BAD_ARGUMENT, "%s rows cannot be stored into a %s matrix", kind_name(kind), kind_name(static_cast<int>(own)));
   const auto pack = PHLOEM_PICK(matrix_pack, context->variant);
-  const int status = context->run([&](Spmd& spmd) {
+  return context->run([&](Spmd& spmd) {
     int begin, end;
     spmd.share(phloem::panels(matrix->matrix, matrix->matrix.width), 1, &begin, &end);
     pack(matrix->matrix, source, static_cast<const char*>(rows), row_bytes, begin, end);
   });
+}
+
+PHLOEM_API int phloem_matrix_copy(phloem_context* context, phloem_matrix* target, const phloem_matrix* source) {
+  if (context == nullptr) return PHLOEM_BAD_ARGUMENT;
+  if (target == nullptr || source == nullptr || target->bytes == 0 || target->bytes != source->bytes ||
+      target->matrix.kind != source->matrix.kind || target->matrix.n != source->matrix.n || target->matrix.k != source->matrix.k)
+    return context->fail(PHLOEM_BAD_ARGUMENT, "only packed matrices of one kind and shape can be copied");
+  return context->run([&](Spmd& spmd) {
+    const int64_t begin = target->bytes * spmd.thread / spmd.threads, end = target->bytes * (spmd.thread + 1) / spmd.threads;
+    std::memcpy(const_cast<char*>(target->matrix.data) + begin, source->matrix.data + begin, static_cast<size_t>(end - begin));
+  });
+}
+
+PHLOEM_API int64_t phloem_matrix_discard(phloem_context* context, phloem_matrix* matrix) {
+  if (context == nullptr || matrix == nullptr || matrix->bytes == 0) return 0;
+  return phloem_memory_discard(context, const_cast<char*>(matrix->matrix.data), matrix->bytes);
+}
+
+PHLOEM_API int phloem_gather(phloem_context* context, const int64_t* addresses, int64_t count, int bytes, void* out) {
+  if (context == nullptr) return PHLOEM_BAD_ARGUMENT;
+  if (count < 0 || (bytes != 2 && bytes != 4) || (count > 0 && (addresses == nullptr || out == nullptr)))
+    return context->fail(PHLOEM_BAD_ARGUMENT, "gather: %lld elements of %d bytes; expected 2 or 4", static_cast<long long>(count), bytes);
+  // Every read misses the caches: fetched ahead, a dozen wait at once instead of one after another.
+  constexpr int64_t kAhead = 24;
+  char* to = static_cast<char*>(out);
+  for (int64_t i = 0; i < count; i++) {
+    if (i + kAhead < count) __builtin_prefetch(reinterpret_cast<const void*>(addresses[i + kAhead]));
+    std::memcpy(to + i * bytes, reinterpret_cast<const void*>(addresses[i]), static_cast<size_t>(bytes));
+  }
+  return PHLOEM_OK;
+}
+
+PHLOEM_API int phloem_matrix_pack(phloem_context* context, int kind, int n, int k, const void* rows, int64_t row_bytes,
+                                  phloem_matrix** out) {
+  if (const int status = check_source(context, kind, n, k, rows, row_bytes, out)) return status;
+  phloem_matrix* matrix = nullptr;
+  int status = phloem_matrix_empty(context, kind, n, k, &matrix);
+  if (status == PHLOEM_OK) status = phloem_matrix_store(context, matrix, kind, rows, row_bytes);
   if (status != PHLOEM_OK) {
     phloem_matrix_destroy(context, matrix);
     return status;

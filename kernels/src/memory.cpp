@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 namespace phloem {
 namespace {
@@ -78,6 +79,21 @@ void Memory::release(void* p) {
     }
     return;
   }
+}
+
+size_t Memory::discard(void* p, size_t bytes) {
+  const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  char* const begin = static_cast<char*>(p);
+  char* const end = begin + bytes;
+  char* const first = reinterpret_cast<char*>((reinterpret_cast<size_t>(begin) + page - 1) / page * page);
+  char* const last = reinterpret_cast<char*>(reinterpret_cast<size_t>(end) / page * page);
+  if (first >= last || madvise(first, static_cast<size_t>(last - first), MADV_DONTNEED) != 0) {
+    std::memset(begin, 0, bytes);
+    return 0;
+  }
+  std::memset(begin, 0, static_cast<size_t>(first - begin));
+  std::memset(last, 0, static_cast<size_t>(end - last));
+  return static_cast<size_t>(last - first);
 }
 
 }  // namespace phloem

@@ -21,6 +21,8 @@ class Memory {
 
   void* allocate(size_t bytes);  // 64-byte aligned, zeroed; null if there is none
   void release(void* p);         // null is fine
+  // What is at p .. p + bytes goes back to the system, and the addresses stay: zero, and taken again when written.
+  static size_t discard(void* p, size_t bytes);
 
  private:
   struct Block {

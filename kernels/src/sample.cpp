@@ -333,6 +333,44 @@ struct Row {
     return total;
   }
 
+  // Weights of all raw logits, masked ones and padding too, against their own maximum; added up as weigh_kept adds.
+  double weigh_raw(float* top) const {
+    vf t = minus_inf();
+    for (int i = 0; i < width; i += W) t = PHLOEM_NS::max(t, raw(i));
+    *top = reduce_max(t);
+    double total = 0;
+    for (int b = 0; b < width; b += kBlock) {
+      vf sum = zero();
+      for (int i = b; i < b + kBlock && i < width; i += W) {
+        const vf z = (raw(i) - set1(*top)) * set1(inverse_t);
+        sum += select(z >= set1(kMinZ), exp(z), zero());
+      }
+      total += (double)reduce_add(sum);
+    }
+    return total;
+  }
+  vf raw(int i) const {
+    if (i + W <= width) return PHLOEM_NS::load(logits + i);
+    return select(lanes() < set1_i(width - i), load_part(logits + i, width - i), minus_inf());
+  }
+  // log-softmax(logits / T) of the token, less `sampled`.
+  float mass(int token, double temperature, double total) const {
+    float top;
+    const double full = weigh_raw(&top);
+    const double edit = (double)logits[token] - (double)s.x[token];
+    return (float)((edit + ((double)max - (double)top)) / temperature + (std::log(total) - std::log(full)));
+  }
+
+  // What has a weight, after weigh_kept.
+  void write_kept(uint32_t* bits) const {
+    for (int i = 0; i < (vocab + 31) / 32; i++) bits[i] = 0;
+    for (int b = 0; b < blocks; b++) {
+      if (s.block_sum[b] == 0) continue;
+      for (int id = b * kBlock; id < b * kBlock + kBlock && id < vocab; id++)
+        if (s.e[id] > 0) bits[id / 32] |= 1u << (id % 32);
+    }
+  }
+
   // The first id whose running weight exceeds u * total.
   int draw(double u, double total) const {
     const double target = u * total;
@@ -415,7 +453,7 @@ void model_logprobs(Row& row, int token, int top, const float* maxima, phloem_sa
 void sample_row(const SampleArgs& args, const phloem_sample_row& r, const SampleScratch& scratch, phloem_sample_result& out) {
   out.token = -1;
   out.status = PHLOEM_DRAWN;
-  out.model = out.sampled = 0;
+  out.model = out.sampled = out.mass = 0;
   out.num_top = 0;
   Row row;
   row.logits = args.logits + r.logits_row * args.stride;
@@ -455,6 +493,10 @@ void sample_row(const SampleArgs& args, const phloem_sample_row& r, const Sample
   const bool sampled = (r.logprobs & PHLOEM_LOGPROB_SAMPLED) != 0, model = (r.logprobs & PHLOEM_LOGPROB_MODEL) != 0;
   if (r.temperature == 0) {
     out.token = row.argmax();
+    if (r.kept != nullptr) {
+      for (int i = 0; i < (row.vocab + 31) / 32; i++) r.kept[i] = 0;
+      r.kept[out.token / 32] = 1u << (out.token % 32);
+    }
     if (sampled && !model && r.top > 0) {
       out.num_top = 1;
       out.top_ids[0] = out.token;
@@ -470,6 +512,8 @@ void sample_row(const SampleArgs& args, const phloem_sample_row& r, const Sample
     else if (r.top_p < 1.0) lowest = row.lowest_of_p(r.top_p, row.weigh_all());
     const double total = row.weigh_kept(lowest, floor);
     out.token = row.draw(philox_uniform(r.seed, r.sample, r.position), total);
+    if (r.kept != nullptr) row.write_kept(r.kept);
+    if ((r.logprobs & PHLOEM_LOGPROB_MASS) != 0) out.mass = row.mass(out.token, temperature, total);
     if (sampled) {
       const double rest = std::log(total);
       auto logprob = [&](float x) { return rounded(((double)x - (double)row.max) / temperature - rest); };
@@ -494,10 +538,26 @@ void sample_row(const SampleArgs& args, const phloem_sample_row& r, const Sample
   model_logprobs(row, out.token, r.top, row.s.block_max, out);
 }
 
+// `sampled` and `mass` of the target, as the draw from what the mask leaves had them.
+void score_support(Row& row, const phloem_score_row& r, phloem_sample_result& out) {
+  row.mask = r.mask;
+  if (!row.load<true>()) return;  // the caller tells
+  row.max = row.find_max();
+  if (r.target >= row.vocab || row.s.x[r.target] == -INFINITY) {
+    out.sampled = (float)kMinLogprob;
+    return;
+  }
+  const double temperature = r.temperature > kMinTemperature ? r.temperature : kMinTemperature;
+  row.inverse_t = (float)(1.0 / temperature);
+  const double total = row.weigh_kept(key_of(-INFINITY, 0x7fffffff), kMinZ);
+  out.sampled = rounded(((double)row.s.x[r.target] - (double)row.max) / temperature - std::log(total));
+  if ((r.logprobs & PHLOEM_LOGPROB_MASS) != 0) out.mass = row.mass(r.target, temperature, total);
+}
+
 void score_row(const SampleArgs& args, const phloem_score_row& r, const SampleScratch& scratch, phloem_sample_result& out) {
   out.token = r.target;
   out.status = PHLOEM_DRAWN;
-  out.model = out.sampled = 0;
+  out.model = out.sampled = out.mass = 0;
   out.num_top = 0;
   Row row;
   row.logits = args.logits + r.logits_row * args.stride;
@@ -506,6 +566,8 @@ void score_row(const SampleArgs& args, const phloem_score_row& r, const SampleSc
   row.blocks = (args.vocab + kBlock - 1) / kBlock;
   row.s = scratch;
   row.mask = row.allowed = nullptr;
+  if (r.logprobs != 0 && r.temperature != 0) score_support(row, r, out);
+  row.mask = nullptr;
   if (!row.load<false>()) {
     out.status = PHLOEM_NOT_FINITE;
     return;

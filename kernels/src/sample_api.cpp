@@ -62,6 +62,8 @@ PHLOEM_API int phloem_score(phloem_context* context, const float* logits, int64_
     if (const int status = check_row(context, i, rows[i].logits_row, num_logits, rows[i].top)) return status;
     if (rows[i].target < 0 || rows[i].target >= width)
       return context->fail(PHLOEM_BAD_ARGUMENT, "row %d scores token %d of a vocabulary of %d", i, rows[i].target, width);
+    if (!(rows[i].temperature >= 0) || std::isinf(rows[i].temperature))
+      return context->fail(PHLOEM_BAD_ARGUMENT, "row %d: temperature %g is out of range", i, rows[i].temperature);
   }
   return context->run([&](Spmd& spmd) { PHLOEM_PICK(score_run, context->variant)(args, spmd); });
 }

@@ -178,6 +178,50 @@ TEST(linear_shared_rows_have_the_bits_of_packed_ones) {
   }
 }
 
+TEST(a_stored_matrix_has_the_bits_of_a_packed_one) {
+  for (int variant : phloem_test::variants()) {
+    Context context(2, variant);
+    for (int kind : {PHLOEM_F32, PHLOEM_BF16, PHLOEM_Q8_0, PHLOEM_Q4_1})
+      for (int n : {1, 48, 97, 192})
+        for (int k : {32, 96, 160}) {
+          const Weights first(kind, n, k, 1), second(kind, n, k, 2);
+          phloem_matrix *packed, *stored, *copied;
+          CHECK(phloem_matrix_pack(context.c, kind, n, k, second.rows.data(), second.row_bytes, &packed) == PHLOEM_OK);
+          CHECK(phloem_matrix_pack(context.c, kind, n, k, first.rows.data(), first.row_bytes, &stored) == PHLOEM_OK);
+          CHECK(phloem_matrix_empty(context.c, kind, n, k, &copied) == PHLOEM_OK);
+          CHECK(phloem_matrix_store(context.c, stored, kind, second.rows.data(), second.row_bytes) == PHLOEM_OK);
+          CHECK(phloem_matrix_copy(context.c, copied, stored) == PHLOEM_OK);
+          std::vector<float> x((size_t)k * 3), y((size_t)n * 3), z((size_t)n * 3);
+          Random random(3);
+          for (float& v : x) v = random.uniform();
+          auto run = [&](const phloem_matrix* m, std::vector<float>& out) {
+            CHECK(phloem_linear(context.c, &m, 1, 0, x.data(), k, 3, nullptr, nullptr, 0, out.data(), n) == PHLOEM_OK);
+          };
+          run(packed, y);
+          for (phloem_matrix* m : {stored, copied}) {
+            run(m, z);
+            CHECK(std::memcmp(y.data(), z.data(), y.size() * 4) == 0);
+          }
+          CHECK(phloem_matrix_discard(context.c, stored) >= 0);
+          run(stored, z);
+          if (kind != PHLOEM_Q8_0)
+            for (float v : z) CHECK(v == 0);
+          CHECK(phloem_matrix_store(context.c, stored, kind, second.rows.data(), second.row_bytes) == PHLOEM_OK);
+          run(stored, z);
+          CHECK(std::memcmp(y.data(), z.data(), y.size() * 4) == 0);
+          for (phloem_matrix* m : {packed, stored, copied}) phloem_matrix_destroy(context.c, m);
+        }
+    const float numbers[5] = {1, 2, 3, 4, 5};
+    const uint16_t halves[4] = {10, 20, 30, 40};
+    const int64_t at[3] = {(int64_t)(numbers + 4), (int64_t)numbers, (int64_t)(numbers + 2)}, half_at[2] = {(int64_t)(halves + 3), (int64_t)halves};
+    float got[3];
+    uint16_t got_halves[2];
+    CHECK(phloem_gather(context.c, at, 3, 4, got) == PHLOEM_OK && got[0] == 5 && got[1] == 1 && got[2] == 3);
+    CHECK(phloem_gather(context.c, half_at, 2, 2, got_halves) == PHLOEM_OK && got_halves[0] == 40 && got_halves[1] == 10);
+    CHECK(phloem_gather(context.c, at, 3, 8, got) == PHLOEM_BAD_ARGUMENT);
+  }
+}
+
 TEST(linear_parts_of_any_kind_lie_side_by_side) {
   for (int variant : phloem_test::variants()) {
     Context c(2, variant);

@@ -121,6 +121,60 @@ TEST(draws_stay_in_the_kept_set) {
   }
 }
 
+// A trainer recomputes what was drawn from: the kept set, the mass it had, and the same logprob from a score under it.
+TEST(a_score_under_the_kept_set_is_the_draw) {
+  for (int variant : phloem_test::variants()) {
+    phloem_context* context = nullptr;
+    CHECK(phloem_create(2, variant, &context) == PHLOEM_OK);
+    Random random(11);
+    for (int vocab : {1, 3, 33, 64, 127, 4099}) {
+      const int width = vocab + (vocab % 2 ? 5 : 0), words = (vocab + 31) / 32, rows = 10;
+      std::vector<float> logits((size_t)width * rows);
+      for (float& v : logits) v = random.uniform() * 8;
+      std::vector<uint32_t> mask(words, 0x5b6db6dbu), kept((size_t)words * rows);
+      std::vector<phloem_sample_row> sampled(rows, plain_row());
+      for (int i = 0; i < rows; i++) {
+        phloem_sample_row& r = sampled[i];
+        r.logits_row = i;
+        r.position = (uint64_t)i;
+        r.temperature = i == 9 ? 0 : 0.5 + 0.25 * (i % 4);
+        r.logprobs = PHLOEM_LOGPROB_MODEL | PHLOEM_LOGPROB_SAMPLED | PHLOEM_LOGPROB_MASS;
+        r.kept = kept.data() + (size_t)words * i;
+        if (i % 2) r.mask = mask.data();
+        if (i % 3 == 1) r.top_k = 1 + random.below(vocab);
+        if (i % 3 == 2) r.top_p = 0.7;
+        if (i == 6) r.min_p = 0.05;
+      }
+      std::vector<phloem_sample_result> drawn(rows), scored(rows);
+      CHECK(phloem_sample(context, logits.data(), width, rows, width, vocab, sampled.data(), rows, drawn.data()) == PHLOEM_OK);
+      std::vector<phloem_score_row> scores(rows);
+      for (int i = 0; i < rows; i++)
+        scores[i] = {sampled[i].kept, sampled[i].temperature, i, drawn[i].token, 0, PHLOEM_LOGPROB_SAMPLED | PHLOEM_LOGPROB_MASS};
+      CHECK(phloem_score(context, logits.data(), width, rows, width, vocab, scores.data(), rows, scored.data()) == PHLOEM_OK);
+      for (int i = 0; i < rows; i++) {
+        const int token = drawn[i].token;
+        CHECK((sampled[i].kept[token / 32] >> (token % 32) & 1) == 1);
+        CHECK(std::memcmp(&drawn[i].sampled, &scored[i].sampled, 4) == 0 && std::memcmp(&drawn[i].mass, &scored[i].mass, 4) == 0);
+        CHECK(std::memcmp(&drawn[i].model, &scored[i].model, 4) == 0);
+        if (sampled[i].temperature == 0) {
+          CHECK(drawn[i].sampled == 0 && drawn[i].mass == 0);
+          continue;
+        }
+        const float* x = logits.data() + (size_t)i * width;
+        double total = 0, inside = 0;
+        for (int t = 0; t < width; t++) total += std::exp(x[t] / sampled[i].temperature);
+        for (int t = 0; t < vocab; t++)
+          if (sampled[i].kept[t / 32] >> (t % 32) & 1) inside += std::exp(x[t] / sampled[i].temperature);
+        const double scaled = x[token] / sampled[i].temperature;
+        CHECK(std::fabs(drawn[i].sampled - (scaled - std::log(inside))) < 1e-5);
+        CHECK(std::fabs((double)drawn[i].sampled + drawn[i].mass - (scaled - std::log(total))) < 1e-5);
+        if (width == vocab && i == 0) CHECK(drawn[i].mass == 0);  // nothing was cut: exactly
+      }
+    }
+    phloem_destroy(context);
+  }
+}
+
 TEST(scores_are_log_softmax) {
   phloem_context* context = nullptr;
   CHECK(phloem_create(2, PHLOEM_AUTO, &context) == PHLOEM_OK);
@@ -128,7 +182,7 @@ TEST(scores_are_log_softmax) {
   for (int width : {1, 5, 64, 100, 777}) {
     std::vector<float> logits((size_t)width * 2);
     for (float& v : logits) v = random.uniform() * 9;
-    std::vector<phloem_score_row> rows = {{0, width - 1, 3}, {1, 0, PHLOEM_MAX_TOP}};
+    std::vector<phloem_score_row> rows = {{nullptr, 1, 0, width - 1, 3, 0}, {nullptr, 1, 1, 0, PHLOEM_MAX_TOP, 0}};
     std::vector<phloem_sample_result> results(2);
     CHECK(phloem_score(context, logits.data(), width, 2, width, width, rows.data(), 2, results.data()) == PHLOEM_OK);
     for (int i = 0; i < 2; i++) {
@@ -166,7 +220,10 @@ TEST(bad_sampling_arguments_are_refused) {
   CHECK(phloem_sample(context, logits, 4, 2, 4, 5, &r, 1, &result) == PHLOEM_BAD_ARGUMENT);
   CHECK(phloem_sample(context, nullptr, 4, 2, 4, 4, &r, 1, &result) == PHLOEM_BAD_ARGUMENT);
   CHECK(phloem_sample(nullptr, logits, 4, 2, 4, 4, &r, 1, &result) == PHLOEM_BAD_ARGUMENT);
-  const phloem_score_row score = {0, 4, 0};
+  phloem_score_row score = {nullptr, 1, 0, 4, 0, 0};
+  CHECK(phloem_score(context, logits, 4, 2, 4, 4, &score, 1, &result) == PHLOEM_BAD_ARGUMENT);
+  score.target = 0;
+  score.temperature = NAN;
   CHECK(phloem_score(context, logits, 4, 2, 4, 4, &score, 1, &result) == PHLOEM_BAD_ARGUMENT);
   phloem_destroy(context);
 }

@@ -22,7 +22,7 @@ __all__ = [
     "ABI", "MAX_PARTS", "VARIANTS", "AttentionArgs", "Batch", "Context", "Limits", "Op", "OpKind", "Pages", "library", "library_path", "supported_variants",
 ]  # fmt: skip
 
-ABI = 1
+ABI = 2
 MAX_PARTS = 8
 VARIANTS = ("base", "x86-64-v3", "x86-64-v4", "x86-64-v4-vnni")
 _FORKED = 4
@@ -108,6 +108,12 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "phloem_matrix_pack": (c_int, [c_void_p, c_int, c_int, c_int, c_void_p, c_int64, POINTER(c_void_p)]),
     "phloem_matrix_share": (c_int, [c_void_p, c_int, c_int, c_int, c_void_p, c_int64, POINTER(c_void_p)]),
     "phloem_matrix_destroy": (None, [c_void_p, c_void_p]),
+    "phloem_matrix_empty": (c_int, [c_void_p, c_int, c_int, c_int, POINTER(c_void_p)]),
+    "phloem_matrix_store": (c_int, [c_void_p, c_void_p, c_int, c_void_p, c_int64]),
+    "phloem_matrix_copy": (c_int, [c_void_p, c_void_p, c_void_p]),
+    "phloem_matrix_discard": (c_int64, [c_void_p, c_void_p]),
+    "phloem_memory_discard": (c_int64, [c_void_p, c_void_p, c_int64]),
+    "phloem_gather": (c_int, [c_void_p, c_void_p, c_int64, c_int, c_void_p]),
     "phloem_matrix_bytes": (c_int64, [c_void_p]),
     "phloem_linear": (
         c_int,

@@ -24,6 +24,7 @@ __all__ = [
     "OutputDelta",
     "Request",
     "SamplingParams",
+    "Support",
     "TokenLogprob",
     "Usage",
     "WireError",
@@ -47,7 +48,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop: strings that end the output, found in its text.   keep_stop: leave the stop string in the text.
     stop_token_ids: join the model's own end tokens.   ignore_eos: the model's own do not end the request.
     logit_bias: {id: -100..100}.   allowed_token_ids: everything else is masked.
-    logprobs: None or False off; True or "model" log-softmax of the raw logits; "sampled" of what was drawn from; "both".
+    logprobs: None or False off; True or "model" log-softmax of the raw logits; "sampled" of what was drawn from; "both", with
+        the support drawn from and its mass.
     top_logprobs: so many alternatives a token, 0..20.   prompt_logprobs: prompt logprobs from this position on.
 
     Raises InvalidRequestError, with the field's name in `param`.
@@ -198,11 +200,24 @@ class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True):
     trusted: bool = False
 
 
+class Support(msgspec.Struct, frozen=True):
+    """Which tokens one draw could have given (rl L4); where there is none, all of them.
+
+    kind "bits": data is little-endian words of 32 bits, bit t is token t.   "ids": little-endian int32, ascending.
+    """
+
+    kind: Literal["bits", "ids"]
+    data: bytes
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence to generate.
 
     id: unique among live requests.   namespace: roots the tree (R8): adapter or cache salt; "" is the common one.
     group: samples of one prompt share it (S4), None is alone.   sample: index in the group, part of the draw (M2).
+    num_output: so many of the last token_ids are output already: the request goes on where another was cut (rl L9).
+    supports: under logprobs="both", what could be drawn at each position from max(1, sampling.prompt_logprobs) on, () everything;
+        then prompt logprobs have `sampled` and `logmass` too (rl §6). None: the model's alone.
     parent: the request whose tokens this one continues, a scheduling hint.   hold: pin what is cached at the end (R7).
     priority: higher is sooner, under policy="priority" only.   Ids are checked by the core: every value of a request that
     indexes something is range-checked in EngineCore.add, and nowhere else needs to be.
@@ -218,18 +233,24 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     parent: str | None = None
     hold: bool = False
     priority: int = 0
+    num_output: int = 0
+    supports: tuple[Support | None, ...] | None = None
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
     """Logprobs of one token. `logprob` is of the kind asked for ("both": the model's, and `sampled` beside it).
 
     top: the most likely alternatives (token_id, logprob), best first; never holds -inf.
+    support, logmass ("both" alone): what could be drawn, and the log of the mass that it had at the temperature drawn with, so
+        that sampled + logmass is log-softmax(raw logits / temperature); exactly 0 if nothing was cut, and at temperature 0.
     """
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
     sampled: float | None = None
+    logmass: float | None = None
+    support: Support | None = None
 
 
 class Usage(msgspec.Struct, frozen=True):

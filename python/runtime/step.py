@@ -15,9 +15,21 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from phloem.runtime.request import SamplingParams, TokenLogprob
+from phloem.runtime.request import SamplingParams, Support, TokenLogprob
 
-__all__ = ["FUTURE", "NO_SLOT", "PageCopy", "Row", "RowFailure", "SampleRow", "SampleSpec", "Sampled", "StepPlan", "StepResult"]
+__all__ = [
+    "FUTURE",
+    "NO_SLOT",
+    "PageCopy",
+    "Row",
+    "RowFailure",
+    "SampleRow",
+    "SampleSpec",
+    "Sampled",
+    "StepPlan",
+    "StepResult",
+    "Under",
+]
 
 FUTURE = -1  # a token that the device has drawn, or will have, before this row runs: read from its slot
 NO_SLOT = -1
@@ -31,6 +43,14 @@ class PageCopy:
     dst: int
 
 
+@dataclass(slots=True, frozen=True)
+class Under:
+    """What a known token was drawn from, where its sampled logprob is wanted too: a temperature, and a support (None: all)."""
+
+    temperature: float
+    support: Support | None = None
+
+
 @dataclass(slots=True)
 class Row:
     """Consecutive tokens of one sequence, at positions start .. start + len(tokens) - 1.
@@ -41,7 +61,7 @@ class Row:
     logits_from: the first position whose logits are wanted; start + len(tokens) if none is.
     targets: known next ids for positions logits_from ...: their model logprobs are wanted (prompt logprobs, forced runs).
         Shorter than the logits by one when the last logits row is there to draw from.
-    top_logprobs: alternatives wanted for each target.
+    top_logprobs: alternatives wanted for each target.   under: for each target what it was drawn from, or empty.
     """
 
     request_id: str
@@ -53,6 +73,7 @@ class Row:
     logits_from: int = 0
     targets: Sequence[int] = ()
     top_logprobs: int = 0
+    under: Sequence[Under | None] = ()
 
     @property
     def end(self) -> int:

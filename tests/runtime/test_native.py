@@ -46,7 +46,7 @@ def test_a_broken_library_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_library_of_another_abi_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "ABI", 99)
-    with pytest.raises(KernelError, match="speaks ABI 1, this package 99"):
+    with pytest.raises(KernelError, match=r"speaks ABI \d+, this package 99"):
         native.library.__wrapped__()
 
 

@@ -151,6 +151,7 @@ def _piece(row: Row, start: int, end: int) -> Row:
         logits_from=first,
         targets=row.targets[at : at + max(0, end - first)],
         top_logprobs=row.top_logprobs,
+        under=row.under[at : at + max(0, end - first)],
     )
 
 

@@ -288,7 +288,8 @@ def _scores(part: Part, packed: PackedRows) -> tuple[list[ScoreRow], list[tuple[
     for i, row in enumerate(part.rows):
         if len(row.targets):
             first = packed.logit_indptr[i]
-            scores.extend(ScoreRow(first + j, int(target), row.top_logprobs) for j, target in enumerate(row.targets))
+            under = row.under or [None] * len(row.targets)
+            scores.extend(ScoreRow(first + j, int(t), row.top_logprobs, u) for j, (t, u) in enumerate(zip(row.targets, under)))
             spans.append((row.request_id, len(row.targets), f"between positions {first_logit(row)} and {row.end - 1}"))
     return scores, spans
 

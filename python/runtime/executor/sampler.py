@@ -13,6 +13,8 @@
 * The draw: weights exp(z), 0 below exp(-87); u from philox.py; the first kept id, *in id order*, whose running sum of weights
   exceeds u * total. Nothing here depends on another row.
 * temperature 0: the first id in that order, no draw. A tiny temperature underflows to the same; it never overflows.
+* "both" also tells the support, which is the legal ids, or the kept ones if a filter was on, and its mass: log-softmax of the raw
+  logits / temperature at the token, less "sampled"; 0 at temperature 0. A score under that support gives the same numbers.
 * Logprobs, float32: "model" = log-softmax over all `width` raw logits (what a trainer computes); "sampled" = of the kept set,
   0.0 at temperature 0. Alternatives: the best of the vocabulary ("model", "both") or of the kept set ("sampled").
 * A raw row fails its request alone (NumericalError) if a logit of the vocabulary is not finite, or a padded one NaN or +inf;
@@ -25,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,8 +35,9 @@ from numpy.typing import NDArray
 from phloem.runtime.errors import GrammarDeadEnd, NumericalError
 from phloem.runtime.executor.penalties import CountsCache
 from phloem.runtime.executor.philox import uniform
+from phloem.runtime.executor.support import Supports, cuts
 from phloem.runtime.request import SamplingParams, TokenLogprob
-from phloem.runtime.step import RowFailure, Sampled, SampleRow, SampleSpec
+from phloem.runtime.step import RowFailure, Sampled, SampleRow, SampleSpec, Under
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,11 +55,12 @@ MIN_LOGPROB = float(np.finfo(np.float32).min)
 
 @dataclass(slots=True, frozen=True)
 class ScoreRow:
-    """Logits row `row` is to say how likely `target` was, with `top` alternatives."""
+    """Logits row `row` is to say how likely `target` was, with `top` alternatives; `under`: and under what it was drawn from."""
 
     row: int
     target: int
     top: int
+    under: Under | None = None
 
 
 class Sampler(Protocol):
@@ -107,6 +111,7 @@ class ReferenceSampler:
         """vocab_size: ids that may be drawn; width >= vocab_size: logits a row. max_requests: whose counts are remembered."""
         self._vocab_size, self._width = vocab_size, width
         self._counts = CountsCache(vocab_size, max_requests)
+        self._supports = Supports(vocab_size, width)
 
     def prepare(self, spec: SampleSpec, logit_rows: Sequence[int]) -> Draw:
         jobs = []
@@ -135,8 +140,21 @@ class ReferenceSampler:
                 continue
             logprobs = log_softmax(raw)
             top = best(raw[: self._vocab_size], row.top)
-            found.append(TokenLogprob(row.target, rounded(logprobs[row.target]), pairs(top, logprobs)))
+            model = TokenLogprob(row.target, rounded(logprobs[row.target]), pairs(top, logprobs))
+            found.append(model if row.under is None else self._under(raw, model, row.under))
         return found
+
+    def _under(self, raw: Floats, model: TokenLogprob, under: Under) -> TokenLogprob:
+        target, temperature = model.token_id, under.temperature
+        sampled = mass = 0.0
+        if temperature != 0.0:
+            legal = self._supports.mask(under.support)
+            if target < len(legal) and legal[target]:
+                kept = filtered(raw[: self._vocab_size], legal, SamplingParams(temperature=temperature))
+                sampled, mass = float(kept.logprobs[target]), logmass(raw, target, temperature, kept)
+            else:
+                sampled = MIN_LOGPROB
+        return TokenLogprob(target, model.logprob, model.top, rounded(sampled), mass, under.support)
 
     def _draw(
         self,
@@ -158,9 +176,11 @@ class ReferenceSampler:
             sums = np.cumsum(kept.weights)
             token = int(np.searchsorted(sums, uniform(row.seed, row.sample, row.position) * sums[-1], side="right"))
             token = min(token, int(np.flatnonzero(kept.weights)[-1]))
-        return Sampled(row.request_id, token, self._logprob(s, raw, token, kept))
+        return Sampled(row.request_id, token, self._logprob(s, raw, token, kept, legal))
 
-    def _logprob(self, s: SamplingParams, raw: Floats, token: int, kept: Filtered) -> TokenLogprob | None:
+    def _logprob(
+        self, s: SamplingParams, raw: Floats, token: int, kept: Filtered, legal: NDArray[np.bool_]
+    ) -> TokenLogprob | None:
         if s.logprobs is None:
             return None
         if s.logprobs == "sampled":
@@ -168,8 +188,11 @@ class ReferenceSampler:
             return TokenLogprob(token, rounded(kept.logprobs[token]), pairs(top[kept.weights[top] > 0], kept.logprobs))
         model = log_softmax(raw)
         top = best(raw[: self._vocab_size], s.top_logprobs)
-        sampled = rounded(kept.logprobs[token]) if s.logprobs == "both" else None
-        return TokenLogprob(token, rounded(model[token]), pairs(top, model), sampled)
+        if s.logprobs == "model":
+            return TokenLogprob(token, rounded(model[token]), pairs(top, model))
+        support = self._supports.of(kept.weights > 0 if cuts(s, self._vocab_size) else legal)
+        mass = 0.0 if s.temperature == 0.0 else logmass(raw, token, s.temperature, kept)
+        return TokenLogprob(token, rounded(model[token]), pairs(top, model), rounded(kept.logprobs[token]), mass, support)
 
 
 @dataclass(slots=True)
@@ -203,6 +226,12 @@ def filtered(x: Floats, legal: NDArray[np.bool_], s: SamplingParams) -> Filtered
     kept = np.zeros(len(x), np.float64)
     kept[order] = weights[: len(order)]
     return Filtered(order, kept, z - np.log(kept.sum()))
+
+
+def logmass(raw: Floats, token: int, temperature: float, kept: Filtered) -> float:
+    scaled = log_softmax(raw.astype(np.float64) / max(temperature, MIN_TEMPERATURE))
+    mass = float(scaled[token] - kept.logprobs[token])
+    return float(np.float32(mass)) if abs(mass) > 1e-12 else 0.0  # what float64 rounds is nothing that was cut
 
 
 def edited(raw: Floats, s: SamplingParams, counts: tuple[NDArray[np.int32], NDArray[np.int32]] | None) -> Floats:
@@ -254,7 +283,7 @@ def is_finite(raw: Floats, vocab_size: int) -> bool:
     return bool(np.isfinite(raw[:vocab_size]).all() and (raw[vocab_size:] < np.inf).all())
 
 
-def log_softmax(raw: Floats) -> NDArray[np.float64]:
+def log_softmax(raw: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
     x = raw.astype(np.float64)
     x -= x.max()
     logprobs: NDArray[np.float64] = x - np.log(np.exp(x).sum())

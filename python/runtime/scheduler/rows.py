@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from phloem.runtime.scheduler.sequence import Sequence
-from phloem.runtime.step import FUTURE, Row
+from phloem.runtime.step import FUTURE, Row, Under
 
 __all__ = ["make_row"]
 
@@ -24,5 +24,8 @@ def make_row(q: Sequence, start: int, end: int, page_size: int) -> Row:
         first = max(wanted - 1, start)
         if first < min(end, q.last_wanted()):
             logits_from, targets = first, q.tokens[first + 1 : min(end, known - 1) + 1]
-    tokens = q.tokens[start:end]
-    return Row(request.id, q.slot, start, tokens, pages, write_from, logits_from, targets, request.sampling.top_logprobs)
+    tokens, s = q.tokens[start:end], request.sampling
+    under = list[Under | None]()
+    if targets and s.logprobs == "both":
+        under = [q.drawn_from(position) for position in range(logits_from + 1, logits_from + 1 + len(targets))]
+    return Row(request.id, q.slot, start, tokens, pages, write_from, logits_from, targets, s.top_logprobs, under)

@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 
 from phloem.runtime.cache.prefix import Grant
 from phloem.runtime.errors import GrammarDeadEnd
-from phloem.runtime.request import FinishReason, Request, TokenLogprob, WireError
+from phloem.runtime.request import FinishReason, Request, Support, TokenLogprob, WireError
+from phloem.runtime.step import Under
 
 __all__ = ["Cursor", "Ending", "Sequence"]
 
@@ -211,9 +212,19 @@ class Sequence:
         elif self.unscored and position == self.unscored[0]:
             self.unscored.popleft()
             if self.request.sampling.logprobs == "both":
-                logprob = TokenLogprob(logprob.token_id, logprob.logprob, logprob.top, 0.0)
+                logprob = TokenLogprob(logprob.token_id, logprob.logprob, logprob.top, 0.0, logprob.logmass, logprob.support)
             self.logprobs[position - self.num_prompt] = logprob
             self.versions[position - self.num_prompt] = self.version  # recomputed under other weights, perhaps
+
+    def drawn_from(self, position: int) -> Under | None:
+        """What a known token was drawn from: one token if it was forced; in a prompt, what the request says (rl L2, L4)."""
+        temperature, supports = self.request.sampling.temperature, self.request.supports
+        if position >= self.num_prompt:
+            return Under(temperature, Support("ids", self.tokens[position].to_bytes(4, "little")))
+        if supports is None:
+            return None
+        at = position - max(1, self.request.sampling.prompt_logprobs or 0)
+        return Under(temperature, supports[at] if at < len(supports) else None)
 
     def num_ready(self) -> int:
         """Output tokens that can be emitted: those whose logprobs, if asked for, are known."""

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from phloem.runtime.errors import GrammarDeadEnd, NumericalError
 from phloem.runtime.executor.sampler import ReferenceSampler, ScoreRow, edited, filtered, legal_ids
+from phloem.runtime.executor.support import Supports
 from phloem.runtime.request import SamplingParams, TokenLogprob
 from phloem.runtime.step import RowFailure, SampleRow, SampleSpec
 
@@ -327,7 +328,15 @@ def test_M4_model_is_the_raw_log_softmax_and_sampled_sums_to_one(extra):
     assert model.logprob.logprob == np.float32(raw[model.token])
     best = np.argsort(-raw[:VOCAB], kind="stable")[:20]
     assert model.logprob.top == tuple((int(t), float(np.float32(raw[t]))) for t in best)
-    assert both.logprob == TokenLogprob(model.token, model.logprob.logprob, model.logprob.top, sampled.logprob.logprob)
+    b = both.logprob
+    assert (b.logprob, b.top, b.sampled) == (model.logprob.logprob, model.logprob.top, sampled.logprob.logprob)
+    if extra.get("temperature") != 0.0:  # rl L3
+        scaled = log_softmax(logits.astype(np.float64) / extra.get("temperature", 1.0))
+        assert b.sampled + b.logmass == pytest.approx(scaled[both.token], abs=1e-5)
+    support = Supports(VOCAB, WIDTH).mask(b.support)
+    assert support[both.token]
+    if len(sampled.logprob.top) < 20:  # rl L4: what could be drawn, and nothing else
+        assert np.flatnonzero(support).tolist() == sorted(t for t, _ in sampled.logprob.top)
     assert sampled.logprob.sampled is None
     if extra != {"temperature": 0.4}:  # 20 alternatives hold the whole support
         assert len(sampled.logprob.top) <= 20
