@@ -20,8 +20,8 @@ LAYERS: dict[str, int] = {
     "scheduler": 30, "executor": 30,
     "engine.core": 40,
     "text": 41, "engine.collect": 42, "engine.client": 43, "engine.constraint": 43, "engine.calls": 44, "engine.select": 44,
-    "engine.grammars": 44, "engine.build": 45,
-    "engine.sync": 50, "engine.aio": 50, "engine.process": 50,
+    "engine.grammars": 44, "engine.textside": 45, "engine.wire": 45, "engine.build": 46,
+    "engine.sync": 50, "engine.aio": 50, "engine.process": 50, "engine.child": 50,
     "serve": 60, "rl": 60, "lang": 60,
     "phloem": 70, "cli": 71,
 }  # fmt: skip

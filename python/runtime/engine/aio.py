@@ -35,6 +35,7 @@ from phloem.runtime.engine.calls import (
 from phloem.runtime.engine.client import EngineClient, InprocClient
 from phloem.runtime.engine.constraint import GrammarOptions
 from phloem.runtime.engine.select import ChoiceScores, Method, Plan, Selection, plan_choices
+from phloem.runtime.engine.textside import Side
 from phloem.runtime.errors import PhloemError, RequestTimeoutError
 from phloem.runtime.request import Delta, Output, TokenLogprob
 
@@ -60,21 +61,27 @@ class AsyncEngine:
         on_load: Callable[[str], None] | None = None,
         **options: Unpack[EngineOptions],
     ) -> None:
-        self._set_up(build(make_config(model, **options), on_load))  # type: ignore[arg-type]
+        parts = build(make_config(model, **options), on_load)  # type: ignore[arg-type]
+        self._set_up(InprocClient(parts.core, on_close=parts.on_close), parts)
 
     @classmethod
     def from_parts(cls, parts: Parts) -> AsyncEngine:
         """As Engine.from_parts."""
+        return cls.from_client(InprocClient(parts.core, on_close=parts.on_close), parts)
+
+    @classmethod
+    def from_client(cls, client: EngineClient, side: Side) -> AsyncEngine:
+        """As Engine.from_client."""
         self = cls.__new__(cls)
-        self._set_up(parts)
+        self._set_up(client, side)
         return self
 
-    def _set_up(self, parts: Parts) -> None:
-        self._client: EngineClient = InprocClient(parts.core, on_close=parts.on_close)
-        self._verbs = Verbs(parts.text, policy=parts.config.policy)
-        self.config: EngineConfig = parts.config
-        self.resolved: Resolved = parts.resolved
-        self.tokenizer: Tokenizer = parts.tokenizer
+    def _set_up(self, client: EngineClient, side: Side) -> None:
+        self._client = client
+        self._verbs = Verbs(side.text, policy=side.config.policy)
+        self.config: EngineConfig = side.config
+        self.resolved: Resolved = side.resolved
+        self.tokenizer: Tokenizer = side.tokenizer
         # The thread holds the client, not the engine, so that a forgotten engine can be collected. It is a daemon because
         # Python joins other threads before the exit hooks run, and one of those, the finalizer, is what ends it.
         self._thread = threading.Thread(target=self._client.serve, name="phloem-engine", daemon=True)

@@ -8,27 +8,25 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Literal, TypedDict
 
 import torch
 
 from phloem.runtime.backends import create_backend
 from phloem.runtime.backends.base import Backend, KVSpec, Limits
 from phloem.runtime.config import EngineConfig, Hardware, Resolved, resolve
-from phloem.runtime.engine.collect import Collector
 from phloem.runtime.engine.core import CoreSettings, EngineCore
 from phloem.runtime.engine.grammars import Grammars, vocabulary_of
+from phloem.runtime.engine.textside import Text
 from phloem.runtime.errors import ConfigError
 from phloem.runtime.executor.local import LocalExecutor
 from phloem.runtime.executor.sampler import ReferenceSampler, Sampler
 from phloem.runtime.models.config import ModelConfig
 from phloem.runtime.models.loader import LoadedModel, OpenModel, load_model, open_model
-from phloem.runtime.request import Request
-from phloem.runtime.text.chat import encode_chat
 from phloem.runtime.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -60,22 +58,6 @@ class EngineOptions(TypedDict, total=False):
     seed: int | None
 
 
-class Text:
-    """The model's text side, as the verbs want it (calls.TextSide)."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-
-    def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text)
-
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
-        return encode_chat(self._tokenizer, messages, **options)
-
-    def collector(self, request: Request) -> Collector:
-        return Collector(request, self._tokenizer)
-
-
 @dataclass(frozen=True, slots=True)
 class Parts:
     """What a facade is made of. The core, and with it the model and the pool, goes to the client; the rest stays.
@@ -91,16 +73,22 @@ class Parts:
     on_close: Callable[[], None]
 
 
-def build(config: EngineConfig, on_load: Callable[[str], None] | None = None) -> Parts:
+def build(
+    config: EngineConfig,
+    on_load: Callable[[str], None] | None = None,
+    on_open: Callable[[OpenModel], None] | None = None,
+) -> Parts:
     """Load and wire everything. Blocks for as long as the weights take.
 
-    on_load: told of each stage, with a percentage while weights are read. Raises ConfigError, ModelLoadError,
-    UnsupportedModelError, most of them before the weights are read.
+    on_load: told of each stage, with a percentage while weights are read.   on_open: told what the headers say.
+    Raises ConfigError, ModelLoadError, UnsupportedModelError, most of them before the weights are read.
     """
     report = on_load if on_load is not None else _ignore
     hardware = detect_hardware()
     report("reading the headers")
     opened = open_model(config.model)
+    if on_open is not None:
+        on_open(opened)
     first = _resolve(
         config, hardware, opened.config, opened.weight_bytes(config.dtype)
     )  # what cannot fit is refused before it is loaded

@@ -28,12 +28,12 @@ from phloem.runtime.request import OutputDelta, Request
 
 __all__ = ["Core", "EngineClient", "InprocClient", "Sink", "Verb"]
 
-Verb = Literal["stats", "explain", "flush", "check"]
+Verb = Literal["stats", "explain", "flush", "check", "hold", "release"]
 BLOCKED_SECONDS = 0.001
 """How long to sleep between two looks at grammars that compile elsewhere."""
 INTERRUPT_SECONDS = 0.1
 """How long a thread that waits for another's step takes at most to notice Ctrl-C."""
-VERBS: tuple[Verb, ...] = ("stats", "explain", "flush", "check")
+VERBS: tuple[Verb, ...] = ("stats", "explain", "flush", "check", "hold", "release")
 
 
 class Sink(Protocol):
@@ -110,11 +110,22 @@ class InprocClient:
     """An EngineCore in this process, shared by any number of threads. The core is touched by the holder of the baton alone."""
 
     def __init__(
-        self, core: Core, *, on_close: Callable[[], None] | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        core: Core,
+        *,
+        on_close: Callable[[], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        on_turn: Callable[[], None] | None = None,
+        turn_seconds: float | None = None,
     ) -> None:
-        """on_close: called once, after the core was closed."""
+        """on_close: called once, after the core was closed.
+
+        on_turn: called by `serve` after each turn of its loop, once every delta of it was pushed; never without one for longer
+        than turn_seconds (None: for ever) while the loop is idle.
+        """
         self._core = core
         self._on_close = on_close
+        self._on_turn, self._turn_seconds = on_turn, turn_seconds
         self._clock = clock
         self._pid = os.getpid()
         # `with` on the lock itself: a KeyboardInterrupt cannot fall between taking it and entering the block, as it can in a
@@ -142,6 +153,20 @@ class InprocClient:
     def abort(self, request_ids: Iterable[str]) -> None:
         ids = tuple(request_ids)
         self._post(lambda: self._abort(ids))
+
+    def do(self, command: Callable[[], None]) -> None:
+        """Have the thread that works run this between two steps. What it raises ends the engine."""
+        self._post(command)
+
+    def stop(self, request_id: str, num_tokens: int) -> None:
+        """What a sink says by the result of `push`, said later: by a sink whose text is made in another process."""
+
+        def command() -> None:
+            if request_id in self._sinks:
+                self._core.stop(request_id, num_tokens)
+                self._deliver_all(self._core.drain())
+
+        self._post(command)
 
     def call(self, verb: Verb, *args: Any) -> Future[Any]:
         if verb not in VERBS:
@@ -230,10 +255,13 @@ class InprocClient:
             try:
                 while self._ending is None:
                     self._drain()
-                    if not self._step():
+                    worked = self._step()
+                    if self._on_turn is not None:
+                        self._on_turn()
+                    if not worked:
                         with self._lock:
-                            while not self._inbox and self._ending is None:
-                                self._changed.wait()
+                            while not self._inbox and self._ending is None and self._changed.wait(self._turn_seconds):
+                                pass
             finally:
                 self._drop_baton()
         self._finish()

@@ -32,6 +32,7 @@ from phloem.runtime.engine.calls import (
 from phloem.runtime.engine.client import EngineClient, InprocClient
 from phloem.runtime.engine.constraint import GrammarOptions
 from phloem.runtime.engine.select import ChoiceScores, Method, Plan, Selection, plan_choices
+from phloem.runtime.engine.textside import Side
 from phloem.runtime.errors import RequestTimeoutError
 from phloem.runtime.request import Delta, Output, TokenLogprob
 
@@ -64,23 +65,29 @@ class Engine:
         on_load: Callable[[str], None] | None = None,
         **options: Unpack[EngineOptions],
     ) -> None:
-        self._set_up(build(make_config(model, **options), on_load))  # type: ignore[arg-type]
+        parts = build(make_config(model, **options), on_load)  # type: ignore[arg-type]
+        self._set_up(InprocClient(parts.core, on_close=parts.on_close), parts)
 
     @classmethod
     def from_parts(cls, parts: Parts) -> Engine:
         """An engine over ready-made parts: tests use fakes, embedders their own executor."""
+        return cls.from_client(InprocClient(parts.core, on_close=parts.on_close), parts)
+
+    @classmethod
+    def from_client(cls, client: EngineClient, side: Side) -> Engine:
+        """An engine over a client of one's own, which it then owns: a ProcessClient, say, whose core is in another process."""
         self = cls.__new__(cls)
-        self._set_up(parts)
+        self._set_up(client, side)
         return self
 
-    def _set_up(self, parts: Parts) -> None:
-        self._client: EngineClient = InprocClient(parts.core, on_close=parts.on_close)
+    def _set_up(self, client: EngineClient, side: Side) -> None:
+        self._client = client
         # Holds the client, not the engine: a forgotten engine is closed by the garbage collector, at the latest at exit.
         self._finalizer = weakref.finalize(self, self._client.close)
-        self._verbs = Verbs(parts.text, policy=parts.config.policy)
-        self.config: EngineConfig = parts.config
-        self.resolved: Resolved = parts.resolved
-        self.tokenizer: Tokenizer = parts.tokenizer
+        self._verbs = Verbs(side.text, policy=side.config.policy)
+        self.config: EngineConfig = side.config
+        self.resolved: Resolved = side.resolved
+        self.tokenizer: Tokenizer = side.tokenizer
 
     # ---- generating -----------------------------------------------------------------------------------------------------
 
