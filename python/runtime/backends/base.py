@@ -38,7 +38,7 @@ __all__ = [
     "Weight", "WeightKind",
 ]  # fmt: skip
 
-WeightKind = Literal["f32", "bf16", "f16", "q8_0", "q4_0", "q4_1"]
+WeightKind = Literal["f32", "bf16", "f16", "f8", "q8_0", "q4_0", "q4_1"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,7 @@ class Weight:
     """A matrix [out, in] as a checkpoint stores it, row-major.
 
     kind f32, bf16, f16: data is a torch tensor [out, in] of that dtype.
+    kind f8: data is bf16 or float32 [out, in], to be kept as e4m3 with a scale a row by a backend that multiplies it so.
     kind q8_0, q4_0, q4_1: data is uint8 [out, in / 32 * block bytes], GGUF blocks of 32 (34, 18 and 20 bytes).
     """
 
@@ -94,12 +95,13 @@ class KVSpec:
     head_dim: int
     num_pages: int
     page_size: int
-    dtype: Literal["f32", "bf16"]
+    dtype: Literal["f32", "bf16", "f16", "fp8"]
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page: K and V, all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.page_size * (4 if self.dtype == "f32" else 2)
+        size = {"f32": 4, "bf16": 2, "f16": 2, "fp8": 1}[self.dtype]
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.page_size * size
 
 
 @dataclass(frozen=True, slots=True)
