@@ -18,7 +18,7 @@ from phloem.runtime.errors import InvalidRequestError
 if TYPE_CHECKING:
     import jinja2
 
-__all__ = ["ChatTemplate", "literal_text"]
+__all__ = ["ChatTemplate", "literal_text", "names_read"]
 
 
 class ChatTemplate:
@@ -60,6 +60,18 @@ def literal_text(source: str) -> str:
     parts = [node.data for node in tree.find_all(jinja2.nodes.TemplateData)]
     parts += [node.value for node in tree.find_all(jinja2.nodes.Const) if isinstance(node.value, str)]
     return "\0".join(parts)
+
+
+def names_read(source: str) -> frozenset[str]:
+    """The variables that a template reads from its caller, such as `tools`. None of a broken one."""
+    import jinja2
+    import jinja2.meta
+
+    try:
+        tree = _environment().parse(source)
+    except jinja2.TemplateError:
+        return frozenset()
+    return frozenset(jinja2.meta.find_undeclared_variables(tree))
 
 
 def _error(message: str) -> InvalidRequestError:
