@@ -164,7 +164,7 @@ class Collector:
             token_ids=self.token_ids,
             finish_reason=reason,
             logprobs=self.logprobs if self._wants_logprobs else None,
-            prompt_logprobs=self._aligned_prompt_logprobs(),
+            prompt_logprobs=self.aligned_prompt_logprobs(),
             usage=usage,
             seed=delta.seed,
             weights_version=delta.weights_version,
@@ -181,7 +181,7 @@ class Collector:
             logprobs, self._unsent_logprobs = self._unsent_logprobs, []
         return Delta(text, ids, logprobs, self._request.sample, reason, usage)
 
-    def _aligned_prompt_logprobs(self) -> list[TokenLogprob | None] | None:
+    def aligned_prompt_logprobs(self) -> list[TokenLogprob | None] | None:
         """One entry a prompt token: None at position 0, which nothing precedes, and before the position asked for."""
         start = self._request.sampling.prompt_logprobs
         if start is None:

@@ -1,0 +1,158 @@
+"""One choice's text read as an assistant's turn: what it says, what it thinks, what it calls. Fed as text comes, or all at once.
+
+    "<think>hm</think>hello"        ─> Thoughts("hm"), Spoken("hello")           if the template knows thoughts
+    '<tool_call>\\n{"name": "f", …'  ─> Calls({index, id, function}), Calls({index, function})
+
+The tool format both makes the grammar and reads the text (T9), so that reading cannot fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+from msgspec import UNSET
+
+from phloem.runtime.request import Output
+from phloem.runtime.serve import wire
+from phloem.runtime.serve.body import Notes, truth_of
+from phloem.runtime.serve.lower import Constraint, Lowered, agreed
+from phloem.runtime.serve.prompts import Prompts, Turns
+from phloem.runtime.text.tools.base import ArgumentsDelta, CallParser, CallPlan, CallStart, ContentDelta, choice_of
+
+__all__ = ["Calls", "Spoken", "Thoughts", "Turn", "TurnReader", "turn_reader"]
+
+
+@dataclass(frozen=True, slots=True)
+class Spoken:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Thoughts:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """delta: an entry of `tool_calls` in a chunk: id, type and name stand in the first of a call only."""
+
+    delta: dict[str, Any]
+
+
+Said = Spoken | Thoughts | Calls
+
+
+class Turn(Protocol):
+    num_calls: int
+
+    def push(self, text: str) -> list[Said]: ...
+    def end(self) -> list[Said]: ...
+    def message(self) -> wire.ReplyMessage: ...
+    def num_thought_tokens(self, output: Output) -> int: ...
+
+
+class PlainTurn:
+    """Text and nothing else."""
+
+    num_calls = 0
+
+    def __init__(self) -> None:
+        self._parts: list[str] = []
+
+    def push(self, text: str) -> list[Said]:
+        self._parts.append(text)
+        return [Spoken(text)] if text else []
+
+    def end(self) -> list[Said]:
+        return []
+
+    def message(self) -> wire.ReplyMessage:
+        return wire.ReplyMessage(content="".join(self._parts))
+
+    def num_thought_tokens(self, output: Output) -> int:
+        return 0
+
+
+class CallingTurn(PlainTurn):
+    """Text that may hold calls."""
+
+    def __init__(self, parser: CallParser) -> None:
+        super().__init__()
+        self._parser = parser
+
+    def push(self, text: str) -> list[Said]:
+        return [self._said(event) for event in self._parser.push(text)]
+
+    def end(self) -> list[Said]:
+        return [self._said(event) for event in self._parser.finish()]
+
+    def _said(self, event: Any) -> Said:
+        if isinstance(event, ContentDelta):
+            return Spoken(event.text)
+        if isinstance(event, CallStart):
+            self.num_calls = max(self.num_calls, event.index + 1)
+            function = {"name": event.name, "arguments": ""}
+            return Calls({"index": event.index, "id": event.id, "type": "function", "function": function})
+        assert isinstance(event, ArgumentsDelta)
+        return Calls({"index": event.index, "function": {"arguments": event.text}})
+
+    def message(self) -> wire.ReplyMessage:
+        reply = self._parser.reply()
+        calls = [wire.ToolCall(id=call.id, function=wire.ToolFunction(call.name, call.arguments)) for call in reply.calls]
+        return wire.ReplyMessage(content=reply.content if reply.content or not calls else None, tool_calls=calls or UNSET)
+
+
+class TurnReader:
+    """Makes a Turn for each choice.   dropped: (where, keyword) of tools' schemas that are not enforced."""
+
+    def __init__(self, make: Callable[[], Turn], dropped: tuple[tuple[str, str], ...] = ()) -> None:
+        self._make, self.dropped = make, dropped
+
+    def __call__(self) -> Turn:
+        return self._make()
+
+
+def turn_reader(prompts: Prompts, body: wire.Chat, turns: Turns, lowered: Lowered, notes: Notes) -> tuple[TurnReader, Lowered]:
+    """How this request's turns are read, and its sampling with what the tools demand (T4–T7).
+
+    Raises InvalidRequestError or GrammarError, 400.
+    """
+    agreed(body, "separate_reasoning")
+    raw = bytes(body.tool_choice)
+    choice = choice_of(truth_of(body.tool_choice, "tool_choice") if raw else None, turns.tools)
+    plan: CallPlan | None = None
+    if turns.tools and choice.mode != "none":
+        options: dict[str, Any] = {}
+        if body.json_whitespace is not None:
+            options["json_whitespace"] = body.json_whitespace
+            notes.ignored.discard("json_whitespace")
+        if body.jump_forward is not None:
+            options["jump_forward"] = body.jump_forward
+            notes.ignored.discard("jump_forward")
+        content = lowered.grammar if choice.mode == "auto" else None
+        if choice.mode == "required" and lowered.constraint is not None:
+            notes.ignored.add(lowered.constraint.source.partition(".")[0])
+        plan = prompts.tool_format.plan(choice, parallel=body.parallel_tool_calls is not False, content=content, **options)
+    if plan is None:
+        return TurnReader(PlainTurn), lowered
+    sampling = lowered.sampling
+    if not plan.skip_special_tokens:
+        sampling = msgspec.structs.replace(sampling, skip_special_tokens=False)
+    constrained = Lowered(
+        sampling,
+        lowered.wanted,
+        lowered.default,
+        lowered.min_tokens,
+        lowered.n,
+        Constraint(plan.grammar, "tools"),
+        lowered.prompt_name,
+    )
+    found = plan
+
+    def make() -> Turn:
+        return CallingTurn(found.parser())
+
+    return TurnReader(make, plan.dropped), constrained
