@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.serve.serving import HERMES, Server, scripted_server
+from tests.serve.serving import HERMES, Loopback, Server, embedded_server, scripted_server
 
 
 @pytest.fixture(scope="session")
@@ -34,4 +34,21 @@ def tool_server() -> Iterator[Server]:
     made = scripted_server(template=HERMES)
     yield made
     made.assert_idle()
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def embedded() -> Iterator[Server]:
+    """The embedded model behind the real app."""
+    made = embedded_server()
+    yield made
+    made.assert_idle()
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def loopback(embedded: Server) -> Iterator[Loopback]:
+    """The same on a socket."""
+    made = Loopback(embedded.app)
+    yield made
     made.close()

@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx
 import tokenizers
+import uvicorn
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from phloem.runtime.config import Hardware, make_config, resolve
@@ -32,7 +33,17 @@ from phloem.runtime.text.pieces import byte_level_alphabet
 from phloem.runtime.text.tokenizer import Tokenizer
 from tests.fakes import History, ScriptedExecutor, hashed_logits
 
-__all__ = ["CHATML", "HERMES", "Server", "Watcher", "byte_tokenizer", "events", "scripted_server"]
+__all__ = [
+    "CHATML",
+    "HERMES",
+    "Loopback",
+    "Server",
+    "Watcher",
+    "byte_tokenizer",
+    "embedded_server",
+    "events",
+    "scripted_server",
+]
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -265,3 +276,49 @@ def scripted_server(
         thread.join(10)
 
     return Server(client, model, config, close=close)
+
+
+class Loopback:
+    """The app on a real socket of 127.0.0.1, by uvicorn in a thread: what SDKs and disconnects need."""
+
+    def __init__(self, app: Any) -> None:
+        options = uvicorn.Config(
+            app,
+            host="127.0.0.1",
+            port=0,
+            log_level="warning",
+            access_log=False,
+            loop="uvloop",
+            http="httptools",
+            lifespan="off",
+        )
+        self._server = uvicorn.Server(options)
+        self._thread = threading.Thread(target=self._server.run, daemon=True)
+        self._thread.start()
+        deadline = time.monotonic() + 60
+        while not self._server.started:
+            assert time.monotonic() < deadline and self._thread.is_alive(), "uvicorn did not start"
+            time.sleep(0.005)
+        self.port: int = self._server.servers[0].sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def close(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+
+
+def embedded_server(config: ServerConfig | None = None, **options: Any) -> Server:
+    """The embedded model on the real kernels."""
+    from phloem.runtime.engine.build import build
+
+    parts = build(make_config(None, kv_tokens=8192, **options))
+    client = InprocClient(parts.core, on_close=parts.on_close)
+    thread = threading.Thread(target=client.serve, daemon=True)
+    thread.start()
+
+    def close() -> None:
+        client.close()
+        thread.join(10)
+
+    return Server(client, Served.of(parts.tokenizer, parts.resolved, model_type="llama"), config, close=close)
