@@ -16,6 +16,12 @@
     ├── EngineSuspendedError       503   the KV pool was handed back; resume first
     ├── RequestTimeoutError        408   the caller's own deadline passed; the request was aborted
     ├── NumericalError             500   the model gave a logits row that is not finite
+    ├── WeightsError               500   the weights cannot be changed or served like this
+    │   ├── WeightLayoutError      400     tensors do not fit the model, or cannot be shared with it; lists every offender
+    │   ├── StaleVersionError      409     a version of the weights that is not newer
+    │   ├── UncommittedWeightsError 409    shared weights have changed and nobody committed them
+    │   ├── WeightsInvalidError    503     an update in place is not complete
+    │   └── MismatchError          500     the trainer's own forward disagrees with the engine's
     ├── KernelError                500   a native kernel refused its arguments
     └── ProgramError               400   a program of the language cannot go on; knows the line of the gen
         ├── IncompleteOutput       500     the output ended before it was a value of its type
@@ -51,6 +57,7 @@ __all__ = [
     "InvalidRequestError",
     "KernelError",
     "LimitExceeded",
+    "MismatchError",
     "ModelLoadError",
     "NumericalError",
     "PhloemError",
@@ -59,8 +66,13 @@ __all__ = [
     "ReplayMismatch",
     "RequestError",
     "RequestTimeoutError",
+    "StaleVersionError",
     "ToolFailed",
+    "UncommittedWeightsError",
     "UnsupportedModelError",
+    "WeightLayoutError",
+    "WeightsError",
+    "WeightsInvalidError",
     "from_wire",
 ]
 
@@ -149,6 +161,30 @@ class RequestTimeoutError(PhloemError, TimeoutError):
 
 class NumericalError(PhloemError):
     status, code = 500, "non_finite_logits"
+
+
+class WeightsError(PhloemError):
+    status, code = 500, "weights_error"
+
+
+class WeightLayoutError(WeightsError):
+    status, code = 400, "weight_layout"
+
+
+class StaleVersionError(WeightsError):
+    status, code = 409, "stale_version"
+
+
+class UncommittedWeightsError(WeightsError):
+    status, code = 409, "uncommitted_weights"
+
+
+class WeightsInvalidError(WeightsError):
+    status, code = 503, "weights_invalid"
+
+
+class MismatchError(WeightsError):
+    status, code = 500, "mismatch"
 
 
 class KernelError(PhloemError):

@@ -282,6 +282,7 @@ class OutputDelta(msgspec.Struct):
     token_ids, logprobs: new since the last delta (logprobs empty, or one a token).
     prompt_logprobs: new prompt entries, in order; the first is of position max(1, sampling.prompt_logprobs).
     dropped_keywords: (JSON pointer, keyword) that strict=False left out; in the last one.
+    kv_mixed: it went on from keys and values of older weights (rl W6, "continue"); in the last one.
     """
 
     request_id: str
@@ -294,6 +295,7 @@ class OutputDelta(msgspec.Struct):
     weights_version: int = 0
     error: WireError | None = None
     dropped_keywords: tuple[tuple[str, str], ...] = ()
+    kv_mixed: bool = False
 
 
 class Delta(msgspec.Struct, frozen=True):

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
-    "AttentionSpec", "Backend", "BatchLike", "ForwardBatch", "KVCache", "KVSpec", "Limits", "Model", "Ops", "Packed", "RopeTable", "Runner",
+    "AttentionSpec", "Backend", "BatchLike", "ForwardBatch", "KVCache", "KVMemory", "KVSpec", "Limits", "Model", "Ops", "Packed", "RewritableBackend", "RopeTable", "Runner",
     "Weight", "WeightKind",
 ]  # fmt: skip
 
@@ -195,6 +195,18 @@ class Runner(Protocol):
         ...
 
 
+class KVMemory(Protocol):
+    """Pages whose memory can be handed back while nothing is in them (rl Z1). A KVCache that has no such methods keeps it."""
+
+    def discard(self) -> int:
+        """Give the memory back, keep the place: the bytes that are free now. What the pages held is gone."""
+        ...
+
+    def restore(self) -> None:
+        """Take it again."""
+        ...
+
+
 class Backend(Protocol):
     name: str
     kv_dtypes: tuple[str, ...]
@@ -206,3 +218,28 @@ class Backend(Protocol):
 
     def bind(self, model: Model, kv: KVSpec, limits: Limits) -> Runner: ...
     def close(self) -> None: ...
+
+
+class RewritableBackend(Backend, Protocol):
+    """A backend whose matrices take new numbers in place (updates of weights); its runners have `rebind(model)`, which serves
+    another model over the same pages."""
+
+    def like(self, packed: Packed) -> Packed:
+        """An empty matrix of the same form."""
+        ...
+
+    def store(self, packed: Packed, part: int, weight: Weight) -> None:
+        """Write a part's numbers: plain floats into plain floats of any width, blocks into blocks of the same kind."""
+        ...
+
+    def store_from(self, packed: Packed, source: Packed, part: int) -> None:
+        """The same part of another matrix of the same form."""
+        ...
+
+    def read(self, packed: Packed, row: int, count: int) -> Tensor:
+        """Rows as the arithmetic takes them, float32 [count, in]."""
+        ...
+
+    def discard(self, packed: Packed) -> int:
+        """Give its memory back to the system; the bytes. It holds nothing until every part is stored again."""
+        ...

@@ -40,8 +40,17 @@ class CpuMatrix:
     """Parts stacked along `out`, each in the kernels' own form. Freed with its last reference, or with the backend."""
 
     def __init__(
-        self, context: Context, handles: Sequence[int], widths: Sequence[int], columns: int, gated: bool, keep: object = None
+        self,
+        context: Context,
+        handles: Sequence[int],
+        widths: Sequence[int],
+        columns: int,
+        gated: bool,
+        kind: int,
+        keep: object = None,
     ) -> None:
+        """kind: PHLOEM_* of phloem_linear.h, of the parts as they are kept."""
+        self.kind = kind
         self.handles, self.widths, self.columns, self.gated = tuple(handles), tuple(widths), columns, gated
         self.context = context
         self._keep = keep  # the shared tensors: their memory is the kernels' too
@@ -92,6 +101,46 @@ class Cpu:
         weights, updated in place). The same bits as packed, more slowly."""
         return self._matrix(parts, gated, share=True)
 
+    def like(self, packed: Packed) -> Packed:
+        one, library = _own(packed), self.context.library
+        handles: list[int] = []
+        try:
+            for width in one.widths:
+                handles.append(self.context.make(library.phloem_matrix_empty, one.kind, width, one.columns))
+        except BaseException:
+            _destroy(self.context, tuple(handles))
+            raise
+        return CpuMatrix(self.context, handles, one.widths, one.columns, one.gated, one.kind)
+
+    def store(self, packed: Packed, part: int, weight: Weight) -> None:
+        one = _own(packed)
+        kind, data, row_bytes = _source(weight, share=False)
+        if weight.shape != (one.widths[part], one.columns):
+            raise KernelError(f"part {part} is {(one.widths[part], one.columns)}; the weight is {weight.shape}.")
+        store = self.context.library.phloem_matrix_store
+        self.context.check(store(self.context.handle, one.handles[part], kind, data.data_ptr(), row_bytes))
+
+    def store_from(self, packed: Packed, source: Packed, part: int) -> None:
+        copy = self.context.library.phloem_matrix_copy
+        self.context.check(copy(self.context.handle, _own(packed).handles[part], _own(source).handles[part]))
+
+    def read(self, packed: Packed, row: int, count: int) -> Tensor:
+        one = _own(packed)
+        out, done = torch.empty(count, one.columns), 0
+        for handle, width in zip(one.handles, one.widths):
+            n = min(width - row, count - done)
+            if 0 <= row < width and n > 0:
+                ids = torch.arange(row, row + n, dtype=torch.int32)
+                embed = self.context.library.phloem_embed
+                self.context.check(embed(self.context.handle, handle, ids.data_ptr(), n, out[done:].data_ptr(), one.columns))
+                done, row = done + n, width
+            row -= width
+        return out
+
+    def discard(self, packed: Packed) -> int:
+        discard = self.context.library.phloem_matrix_discard
+        return sum(int(discard(self.context.handle, handle)) for handle in _own(packed).handles)
+
     def vector(self, values: Tensor) -> Tensor:
         return values.detach().to("cpu", torch.float32).contiguous().clone()
 
@@ -132,9 +181,15 @@ class Cpu:
         except BaseException:
             _destroy(self.context, tuple(handles))
             raise
-        return CpuMatrix(
-            self.context, handles, [part.shape[0] for part in parts], columns.pop(), gated, tensors if share else None
-        )
+        kept = _KINDS["f32" if parts[0].kind == "f16" else parts[0].kind][0]
+        widths = [part.shape[0] for part in parts]
+        return CpuMatrix(self.context, handles, widths, columns.pop(), gated, kept, tensors if share else None)
+
+
+def _own(packed: Packed) -> CpuMatrix:
+    if not isinstance(packed, CpuMatrix):
+        raise KernelError(f"a matrix of another backend ({type(packed).__name__}) was given to the cpu backend.")
+    return packed
 
 
 def _source(part: Weight, share: bool) -> tuple[int, Tensor, int]:
@@ -170,6 +225,13 @@ class CpuKV:
         )
         weakref.finalize(self, context.release, self._address)
 
+    def discard(self) -> int:
+        size = 2 * self.spec.num_layers * self._plane_bytes
+        return int(self.context.library.phloem_memory_discard(self.context.handle, self._address, size))
+
+    def restore(self) -> None:
+        """The system gives the memory as pages are written."""
+
     def plane(self, layer: int, value: bool) -> int:
         """Address of a layer's K, or V, pages."""
         return self._address + (2 * layer + value) * self._plane_bytes
@@ -198,8 +260,13 @@ class CpuRunner:
     def __init__(self, context: Context, model: Model, kv: CpuKV, limits: Limits) -> None:
         self.kv, self.limits, self.context = kv, limits, context
         self.width = model.width
+        self.rebind(model)
+
+    def rebind(self, model: Model) -> None:
+        """Serve this model from now on, over the same pages: one of the same shape with other weights. Raises KernelError."""
+        kv = self.kv
+        self.program: Program = record(self.context, model, kv.spec, kv.plane, kv.planes, kv.page_bytes, self.limits)
         self._model = model  # the program points into its weights
-        self.program: Program = record(context, model, kv.spec, kv.plane, kv.planes, kv.page_bytes, limits)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Copies, then the forward: logits float32 [L, width], a view that the next call overwrites.

@@ -33,10 +33,11 @@ F32 = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class ReferenceMatrix:
-    """values: float32 [out, in].   gated: the first half of the rows is the gate, the second half up."""
+    """values: float32 [out, in].   gated: the first half of the rows is the gate, the second half up.   rows: of each part."""
 
     values: F32
     gated: bool = False
+    rows: tuple[int, ...] = ()
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -59,7 +60,26 @@ class Reference:
             raise KernelError(f"parts of one matrix have {sorted(columns)} columns; expected one width.")
         if gated and (len(parts) != 2 or parts[0].shape != parts[1].shape):
             raise KernelError(f"a gated matrix is made of [gate, up] of one shape, not of {[p.shape for p in parts]}.")
-        return ReferenceMatrix(np.concatenate([_float32(part) for part in parts]), gated)
+        return ReferenceMatrix(
+            np.concatenate([_float32(part) for part in parts]), gated, tuple(part.shape[0] for part in parts)
+        )
+
+    def like(self, packed: Packed) -> Packed:
+        one = _matrix(packed)
+        return ReferenceMatrix(np.zeros_like(one.values), one.gated, one.rows)
+
+    def store(self, packed: Packed, part: int, weight: Weight) -> None:
+        _part(packed, part)[:] = _float32(weight)
+
+    def store_from(self, packed: Packed, source: Packed, part: int) -> None:
+        _part(packed, part)[:] = _part(source, part)
+
+    def read(self, packed: Packed, row: int, count: int) -> Tensor:
+        return torch.from_numpy(_matrix(packed).values[row : row + count].copy())
+
+    def discard(self, packed: Packed) -> int:
+        """numpy's memory cannot be given back and kept."""
+        return 0
 
     def vector(self, values: Tensor) -> Tensor:
         return values.detach().float().clone()
@@ -83,6 +103,16 @@ class ReferenceKV:
         self.k = torch.empty(shape, dtype=dtype)
         self.v = torch.empty(shape, dtype=dtype)
 
+    def discard(self) -> int:
+        freed = (self.k.numel() + self.v.numel()) * self.k.element_size()
+        self.k = self.v = torch.empty(0, dtype=self.k.dtype)
+        return freed
+
+    def restore(self) -> None:
+        s, dtype = self.spec, self.k.dtype
+        shape = (s.num_layers, s.num_pages + 1, s.page_size, s.num_kv_heads, s.head_dim)
+        self.k, self.v = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
+
     def read(self, layer: int, pages: Sequence[int]) -> tuple[Tensor, Tensor]:
         index = torch.as_tensor(list(pages), dtype=torch.int64)
         return self.k[layer][index].float(), self.v[layer][index].float()
@@ -105,6 +135,10 @@ class ReferenceRunner:
 
     def __init__(self, model: Model, kv: ReferenceKV, limits: Limits) -> None:
         self.model, self.kv, self.limits = model, kv, limits
+
+    def rebind(self, model: Model) -> None:
+        """Serve this model from now on, over the same pages."""
+        self.model = model
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Raises KernelError before it writes anything if the batch breaks the page contract."""
@@ -188,6 +222,12 @@ def _float32(part: Weight) -> F32:
     if tuple(values.shape) != part.shape:
         raise KernelError(f"a {part.kind} weight says it is {part.shape}, but its data is {tuple(values.shape)}.")
     return np.ascontiguousarray(values.cpu().numpy())
+
+
+def _part(packed: Packed, part: int) -> F32:
+    one = _matrix(packed)
+    at = sum(one.rows[:part])
+    return one.values[at : at + one.rows[part]]
 
 
 def _matrix(packed: Packed) -> ReferenceMatrix:

@@ -54,7 +54,19 @@ class Explanation:
 class Grant:
     """What one live sequence holds of the cache. `key` is the sequence's own buffer: its tokens as int32 bytes, growing."""
 
-    __slots__ = ("copy", "key", "lease", "num_pages", "num_shared", "page_size", "root", "source", "table", "written")
+    __slots__ = (
+        "copy",
+        "key",
+        "lease",
+        "num_pages",
+        "num_shared",
+        "page_size",
+        "private",
+        "root",
+        "source",
+        "table",
+        "written",
+    )
 
     def __init__(self, root: Hashable, key: bytearray, lease: Node, max_pages: int, page_size: int) -> None:
         self.root = root
@@ -65,6 +77,7 @@ class Grant:
         self.num_pages = 0
         self.num_shared = 0
         self.written = 0  # tokens that steps before the plan being made have written
+        self.private = False  # its pages hold KV that nobody else may read
         self.copy: PageCopy | None = None
         self.source: Node | None = None  # pinned until the plan with `copy` is launched
 
@@ -77,7 +90,7 @@ class Grant:
         return own
 
     def open_page(self) -> tuple[bytes, int]:
-        if self.num_pages <= self.num_shared:
+        if self.num_pages <= self.num_shared or self.private:
             return b"", -1
         at = self.num_shared * self.page_size
         end = min(self.written, at + self.page_size)
@@ -174,6 +187,8 @@ class PrefixCache:
 
     def adopt(self, grant: Grant) -> int:
         """Take pages which entered the tree behind our lease instead of computing them. Returns the tokens now covered."""
+        if grant.private:
+            return 0
         page_bytes = self.tree.page_bytes
         tokens = bytes(grant.key[grant.num_shared * page_bytes : len(grant.table) * page_bytes])
         match = self.tree.match(grant.lease, tokens)
@@ -188,6 +203,8 @@ class PrefixCache:
         Where the tree has an equal page we take that one and free ours at once. Keeping ours would hold page_count + 1
         pages once our next page hangs below theirs, and a request that just fits would never end (R6).
         """
+        if grant.private:
+            return
         size, tree = self.page_size, self.tree
         while (grant.num_shared + 1) * size <= upto:
             at, n = grant.num_shared * size, upto // size - grant.num_shared
@@ -227,7 +244,7 @@ class PrefixCache:
         self.publish(grant, upto, step)
         own = grant.own_pages()
         tail = bytes(grant.key[grant.num_shared * self.page_size * TOKEN_BYTES : upto * TOKEN_BYTES])
-        if own and tail and self.tree.add_tail(grant.lease, tail, own[0], step):
+        if own and tail and not grant.private and self.tree.add_tail(grant.lease, tail, own[0], step):
             del own[0]
         self._let_go(grant, own)
 

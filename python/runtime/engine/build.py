@@ -16,16 +16,18 @@ from typing import TYPE_CHECKING, Literal, TypedDict
 
 import torch
 
-from phloem.runtime.backends import create_backend
 from phloem.runtime.backends.base import Backend, KVSpec, Limits
-from phloem.runtime.config import EngineConfig, Hardware, Resolved, resolve
+from phloem.runtime.config import Dtype, EngineConfig, Hardware, Resolved, resolve
 from phloem.runtime.engine.core import CoreSettings, EngineCore
 from phloem.runtime.engine.grammars import Grammars, vocabulary_of
 from phloem.runtime.engine.textside import Text
+from phloem.runtime.engine.gpu import check_dtype, device_executor, gpu_dtype, make_backend, on_gpu
 from phloem.runtime.errors import ConfigError
+from phloem.runtime.executor.base import Executor
 from phloem.runtime.executor.local import LocalExecutor
 from phloem.runtime.executor.sampler import ReferenceSampler, Sampler
 from phloem.runtime.models.config import ModelConfig
+from phloem.runtime.models.dummy import open_dummy
 from phloem.runtime.models.loader import LoadedModel, OpenModel, load_model, open_model
 from phloem.runtime.text.tokenizer import Tokenizer
 
@@ -40,12 +42,13 @@ LOGIT_ROWS = 64  # logits buffered at once; more of one step (prompt logprobs) a
 class EngineOptions(TypedDict, total=False):
     """The keyword arguments of Engine and AsyncEngine: EngineConfig's fields, `model` aside, which comes first."""
 
-    dtype: Literal["auto", "f32", "bf16", "q8", "q4"]
+    dtype: Dtype
+    load_format: Literal["auto", "dummy"]
     device: Literal["auto", "cpu", "cuda", "reference"]
     page_size: int
     kv_memory: int | float | str | None
     kv_tokens: int | None
-    kv_dtype: Literal["auto", "f32", "bf16"]
+    kv_dtype: Literal["auto", "f32", "bf16", "f16", "fp8"]
     max_context: int | None
     max_running: int
     max_step_tokens: int
@@ -53,7 +56,7 @@ class EngineOptions(TypedDict, total=False):
     max_wait: int
     threads: int
     cache_mode: Literal["on", "off"]
-    deterministic: bool
+    deterministic: bool | None
     overlap: bool | None
     seed: int | None
 
@@ -84,15 +87,18 @@ def build(
     Raises ConfigError, ModelLoadError, UnsupportedModelError, most of them before the weights are read.
     """
     report = on_load if on_load is not None else _ignore
-    hardware = detect_hardware()
+    hardware = on_gpu(config, detect_hardware())
     report("reading the headers")
-    opened = open_model(config.model)
+    opened = _opened(config)
     if on_open is not None:
         on_open(opened)
+    device = "cuda" if hardware.is_gpu else "cpu" if config.device == "auto" else config.device
+    check_dtype(device, config.dtype)
+    dtype = gpu_dtype(config.dtype, opened) if device == "cuda" else config.dtype
     first = _resolve(
-        config, hardware, opened.config, opened.weight_bytes(config.dtype)
+        config, hardware, opened.config, opened.weight_bytes(dtype)
     )  # what cannot fit is refused before it is loaded
-    backend = create_backend(first.device, threads=first.threads)
+    backend = make_backend(first, dtype)
     try:
         if first.kv_dtype not in backend.kv_dtypes:
             known = ", ".join(repr(d) for d in backend.kv_dtypes)
@@ -102,7 +108,7 @@ def build(
         report("the weights")
         with _one_torch_thread():
             loaded = load_model(
-                opened, backend, config.dtype, max_context=first.max_context, progress=lambda done, total: report(f"weights {done / total:.0%}")
+                opened, backend, dtype, max_context=first.max_context, progress=lambda done, total: report(f"weights {done / total:.0%}")
             )  # fmt: skip
             resolved = _resolve(config, hardware, opened.config, loaded.weight_bytes)
             report("the KV pool")
@@ -126,9 +132,18 @@ def _grammars(opened: OpenModel, tokenizer: Tokenizer) -> Grammars:
 
 def _core(backend: Backend, loaded: LoadedModel, resolved: Resolved, tokenizer: Tokenizer, grammars: Grammars) -> EngineCore:
     kv, limits, max_running = kv_spec(loaded.config, resolved), limits_of(resolved), resolved.config.max_running
+    executor: Executor
+    if backend.name == "cuda":
+        width = loaded.config.vocabulary
+        executor = device_executor(
+            backend, loaded.model, kv, limits, vocab_size=min(tokenizer.vocab_size, width), width=width, max_running=max_running,
+            overlap=resolved.overlap,
+        )  # fmt: skip
+        return EngineCore(_core_settings(resolved, loaded.opened, tokenizer), executor, grammar=grammars)
     executor = LocalExecutor(
         backend.bind(loaded.model, kv, limits), _sampler(backend, tokenizer, loaded.config, max_running), page_size=kv.page_size,
         num_pages=kv.num_pages, width=loaded.config.vocabulary, max_running=max_running, max_logits=limits.max_logits, overlap=resolved.overlap,
+        weights=loaded.weights,
     )  # fmt: skip
     return EngineCore(_core_settings(resolved, loaded.opened, tokenizer), executor, grammar=grammars)
 
@@ -143,6 +158,10 @@ def _one_torch_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+def _opened(config: EngineConfig) -> OpenModel:
+    return open_dummy(config.model) if config.load_format == "dummy" else open_model(config.model)
 
 
 def load_tokenizer(opened: OpenModel) -> Tokenizer:

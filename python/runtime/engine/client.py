@@ -28,12 +28,12 @@ from phloem.runtime.request import OutputDelta, Request
 
 __all__ = ["Core", "EngineClient", "InprocClient", "Sink", "Verb"]
 
-Verb = Literal["stats", "explain", "flush", "check", "hold", "release"]
+Verb = Literal["stats", "explain", "flush", "check", "hold", "release", "control"]
 BLOCKED_SECONDS = 0.001
 """How long to sleep between two looks at grammars that compile elsewhere."""
 INTERRUPT_SECONDS = 0.1
 """How long a thread that waits for another's step takes at most to notice Ctrl-C."""
-VERBS: tuple[Verb, ...] = ("stats", "explain", "flush", "check", "hold", "release")
+VERBS: tuple[Verb, ...] = ("stats", "explain", "flush", "check", "hold", "release", "control")
 
 
 class Sink(Protocol):

@@ -13,16 +13,17 @@ request ends in exactly one final delta (S6). A failed forward voids its steps, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from phloem.runtime.cache.prefix import Explanation, PrefixCache
 from phloem.runtime.engine.compiling import Compiling, GrammarService, PendingCursor
+from phloem.runtime.engine.control import Control, InFlight
 from phloem.runtime.engine.door import check_namespace, check_prompt, check_request, pages_needed
 from phloem.runtime.engine.outputs import final_deltas, new_deltas, refusal
 from phloem.runtime.engine.pipeline import Pipeline
 from phloem.runtime.engine.seeds import Seeds
 from phloem.runtime.engine.stats import EngineStats, collect_stats
-from phloem.runtime.errors import EngineBusyError, EngineClosedError, EngineDeadError, InvalidRequestError
+from phloem.runtime.errors import EngineBusyError, EngineClosedError, EngineDeadError, EngineSuspendedError, InvalidRequestError
 from phloem.runtime.executor.base import Executor
 from phloem.runtime.request import OutputDelta, Request
 from phloem.runtime.scheduler import audit
@@ -83,6 +84,7 @@ class EngineCore:
             hold_ttl=s.hold_ttl,
         )
         self.closed = False
+        self._control = Control(self)
         self.last_violation: Exception | None = None  # of our own invariants: a bug to report
         self._pipeline = Pipeline(executor)
         self._compiling = Compiling(grammar, self.scheduler)
@@ -103,6 +105,8 @@ class EngineCore:
         try:
             if self.closed:
                 raise EngineClosedError("this engine was closed; make a new one.")
+            if self._control.suspended:
+                raise EngineSuspendedError("the engine's memory was handed back, so nothing can run; resume() first.")
             if request.id in self._live:
                 raise InvalidRequestError(
                     f"a request with the id {request.id!r} is still running; ids must be unique among live requests.",
@@ -144,11 +148,13 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._live or self._pipeline or self._deltas)
+        return bool(self._live or self._pipeline or self._deltas or self._control.waits)
 
     @property
     def is_blocked(self) -> bool:
-        """All there is to do is to wait for grammars that compile elsewhere: the caller may sleep a little."""
+        """All there is to do is to wait, for grammars that compile elsewhere or for `unpause`: the caller may sleep a little."""
+        if self._control.paused:
+            return not self._deltas
         return 0 < len(self._compiling) == len(self._live) and not self._pipeline and not self._deltas
 
     def step(self, now: float = 0.0) -> list[OutputDelta]:
@@ -157,7 +163,8 @@ class EngineCore:
             raise EngineClosedError("this engine was closed; make a new one.")
         try:
             self._begin(now)
-            self._step()
+            if not self._control.paused:
+                self._step()
             assert audit.balanced(self.scheduler), "P2: pages were lost or are owned twice"
         except Exception as error:  # an invariant of ours is broken: isolate, rebuild, count, live on (P2)
             self._recover(error)
@@ -172,8 +179,8 @@ class EngineCore:
         self.scheduler.cache.holds.expire(now)
         self._compiling.poll()
         if self.scheduler.gate and not self.scheduler.any_started():
-            self._commit(keep=0)
-            self.scheduler.change_weights()
+            self.land()
+            self._control.drained()
 
     def _step(self) -> None:
         flight = self.scheduler.plan()
@@ -261,27 +268,30 @@ class EngineCore:
     def weights_version(self) -> int:
         return self.scheduler.version
 
-    def commit_weights(self, policy: Literal["finish", "abort", "recompute"] | None = None) -> None:
+    def commit_weights(self, policy: InFlight | None = None, version: int | None = None) -> None:
         """The weights have changed, or will have once the requests under way have ended (rl W6, R8).
 
         finish: started requests end under the old version, new ones wait; the version moves in the `step` that finds none left.
-        abort: all end now.   recompute: tokens are kept, their keys and values computed anew.   None: EngineBusyError if any lives.
+        abort: all end now.   recompute: tokens are kept, their keys and values computed anew.   continue: they are kept too, and
+        the Outputs say so.   None: EngineBusyError if any lives.   version: the new one; by default the next.
         """
-        if policy not in (None, "finish", "abort", "recompute"):
-            raise InvalidRequestError(f"policy is {policy!r}; expected 'finish', 'abort' or 'recompute'.", param="policy")
-        if policy is None and self._live:
-            names = ", ".join(list(self._live)[:8])
-            raise EngineBusyError(f"{len(self._live)} requests are under way ({names}); say what is to become of them.")
-        self._commit(keep=0)  # may find a failed forward; its sequences are waiting then, and follow
-        if policy == "finish" and self.scheduler.any_started():
-            self.scheduler.gate = True
-            return
-        for q in sorted([*self.scheduler.running, *self.scheduler.waiting], key=lambda q: q.rank):
-            if policy == "abort":
-                self.scheduler.finish(q, "abort")
-            elif policy == "recompute" and q.state == "running":
-                self.scheduler.preempt(q)
-        self.scheduler.change_weights()
+        self._control.commit(policy, version)
+
+    def control(self, verb: str, *args: Any) -> Any:
+        """A method of engine/control.py by its name: what trainers and operators ask."""
+        return getattr(self._control, verb)(*args)
+
+    @property
+    def num_live(self) -> int:
+        return len(self._live)
+
+    def live_ids(self, count: int) -> list[str]:
+        """The first `count` of them."""
+        return list(self._live)[:count]
+
+    def land(self) -> None:
+        """Commit everything that was launched."""
+        self._commit(keep=0)
 
     def hold(self, name: str, token_ids: list[int], namespace: str = "", ttl: float | None = None) -> int:
         """Pin what is cached of these tokens (R7); how many that is. Ends by `release`, after `ttl` seconds, or under want."""

@@ -50,7 +50,13 @@ def check_request(request: Request, limits: Limits) -> tuple[array[int], int]:
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**31:
             raise InvalidRequestError(f"{name} is {value!r}; expected an integer from {low} to {2**31 - 1}.", param=name)
     tokens = check_prompt(request.token_ids, limits)
-    max_tokens = _check_room(len(tokens), request, limits)
+    num_prompt = len(tokens) - _check_output(request, len(tokens))
+    max_tokens = _check_room(num_prompt, request, limits)
+    if request.num_output >= max_tokens > 0 or (request.num_output and not max_tokens):
+        raise InvalidRequestError(
+            f"{request.num_output} of the ids are output already, and max_tokens is {max_tokens}: nothing is left to draw.",
+            param="num_output",
+        )
     s = request.sampling
     _check_ids("stop_token_ids", s.stop_token_ids, limits)
     _check_ids("allowed_token_ids", s.allowed_token_ids or (), limits)
@@ -60,12 +66,21 @@ def check_request(request: Request, limits: Limits) -> tuple[array[int], int]:
             f"min_tokens is {s.min_tokens}, but at most {max_tokens} tokens will be drawn. Lower it or raise max_tokens.",
             param="min_tokens",
         )
-    if s.prompt_logprobs is not None and s.prompt_logprobs >= max(len(tokens), 1):
+    if s.prompt_logprobs is not None and s.prompt_logprobs >= max(num_prompt, 1):
         raise InvalidRequestError(
-            f"prompt_logprobs starts at position {s.prompt_logprobs}; the prompt's last position is {len(tokens) - 1}.",
+            f"prompt_logprobs starts at position {s.prompt_logprobs}; the prompt's last position is {num_prompt - 1}.",
             param="prompt_logprobs",
         )
     return tokens, max_tokens
+
+
+def _check_output(request: Request, num_tokens: int) -> int:
+    value = request.num_output
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < max(num_tokens, 1):
+        raise InvalidRequestError(
+            f"num_output is {value!r}; expected 0 to {num_tokens - 1}: the ids that are output already.", param="num_output"
+        )
+    return value
 
 
 def check_namespace(namespace: object) -> None:

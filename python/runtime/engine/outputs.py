@@ -37,6 +37,7 @@ def final_deltas(q: Sequence, version: int) -> list[OutputDelta]:
     last = deltas[-1]
     last.finish_reason, last.error = q.finish, q.error
     last.usage = Usage(q.num_prompt, q.cached_tokens or 0, q.emitted, q.num_forced(), q.num_dropped)
+    last.kv_mixed = q.kv_mixed
     last.dropped_keywords = getattr(q.cursor, "dropped_keywords", ())
     return deltas
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from phloem.runtime.errors import EngineClosedError, PhloemError
+from phloem.runtime.errors import ConfigError, EngineClosedError, PhloemError
 from phloem.runtime.executor.base import Ticket
 from phloem.runtime.executor.batch import PackedRows, Part, first_logit, pack, split
 from phloem.runtime.executor.sampler import Draw, Sampler, ScoreRow, not_finite
@@ -35,9 +35,10 @@ from phloem.runtime.step import NO_SLOT, RowFailure, SampleSpec, StepPlan, StepR
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from phloem.runtime.backends.base import Runner
+    from phloem.runtime.backends.base import Model, Runner
+    from phloem.runtime.models.live import LiveWeights
 
-__all__ = ["LocalExecutor", "LocalTicket"]
+__all__ = ["LocalExecutor", "LocalTicket", "add_failure", "score_rows"]
 
 JOIN_SECONDS = 1.0
 Job = Callable[[], None]
@@ -85,7 +86,10 @@ class LocalExecutor:
         max_running: int,
         max_logits: int,
         overlap: bool = False,
+        weights: LiveWeights | None = None,
     ) -> None:
+        """weights: those of the runner's model, if they can be looked at and changed."""
+        self.weights = weights
         self.page_size, self.num_pages, self.width = page_size, num_pages, width
         self.last_token: NDArray[np.int32] = np.zeros(max_running, np.int32)
         self._runner, self._sampler, self._max_logits = runner, sampler, max_logits
@@ -149,6 +153,21 @@ class LocalExecutor:
                 self._check_open()
         self._broken = None
 
+    def serve(self, model: Model) -> None:
+        """Another model of the same shape from the next step on, over the same pages. Nothing is in flight."""
+        self._runner.rebind(model)  # type: ignore[attr-defined]
+
+    def discard_kv(self) -> int:
+        """Hand the pages' memory back; the bytes. Nothing is in flight, and nothing in them is wanted again."""
+        discard = getattr(self._runner.kv, "discard", None)
+        if discard is None:
+            raise ConfigError("this device cannot hand its KV pool back; close the engine instead.", param="suspend")
+        freed: int = discard()
+        return freed
+
+    def restore_kv(self) -> None:
+        self._runner.kv.restore()  # type: ignore[attr-defined]
+
     def close(self) -> None:
         """Idempotent. Queued steps are dropped; waits up to a second for the one that runs."""
         self._closed = True
@@ -174,7 +193,7 @@ class LocalExecutor:
         copies = plan.copies
         for part in parts:
             packed = pack(part.rows, copies, self.page_size, self.num_pages)
-            ticket.parts.append(_Forward(part, packed, *_scores(part, packed)))
+            ticket.parts.append(_Forward(part, packed, *score_rows(part, packed)))
             copies = []
         # A row all of whose logits have targets is not there to draw from.
         rows = [b for b, row in enumerate(plan.rows) if row.end - first_logit(row) > len(row.targets)]
@@ -199,6 +218,8 @@ class LocalExecutor:
                 raise self._broken
             if self._closed:
                 raise EngineClosedError("the executor was closed before this step ran.")
+            if self.weights is not None:
+                self.weights.ensure_valid()
             if len(ticket.parts) == 1:
                 ticket.logits = self._forward_part(ticket.parts[0].packed)
                 self._score(ticket.parts[0], ticket.logits, result)
@@ -238,7 +259,7 @@ class LocalExecutor:
             found = [next(scores) for _ in range(count)]
             good: list[TokenLogprob] = [score for score in found if score is not None]
             if len(good) < count:
-                _add_failure(result, not_finite(request_id, positions))
+                add_failure(result, not_finite(request_id, positions))
             result.scored.setdefault(request_id, []).extend(good)
         for failure in result.failures:
             result.scored.pop(failure.request_id, None)
@@ -251,7 +272,7 @@ class LocalExecutor:
             failed = {failure.request_id for failure in result.failures}
             for row, outcome in zip(spec.rows, draw(ticket.logits), strict=True):
                 if isinstance(outcome, RowFailure):
-                    _add_failure(result, outcome)
+                    add_failure(result, outcome)
                 elif row.request_id not in failed:
                     result.sampled.append(outcome)
                 if row.slot != NO_SLOT:
@@ -283,7 +304,7 @@ class LocalExecutor:
             ticket.drawn.set()
 
 
-def _scores(part: Part, packed: PackedRows) -> tuple[list[ScoreRow], list[tuple[str, int, str]]]:
+def score_rows(part: Part, packed: PackedRows) -> tuple[list[ScoreRow], list[tuple[str, int, str]]]:
     scores, spans = list[ScoreRow](), list[tuple[str, int, str]]()
     for i, row in enumerate(part.rows):
         if len(row.targets):
@@ -294,7 +315,7 @@ def _scores(part: Part, packed: PackedRows) -> tuple[list[ScoreRow], list[tuple[
     return scores, spans
 
 
-def _add_failure(result: StepResult, failure: RowFailure) -> None:
+def add_failure(result: StepResult, failure: RowFailure) -> None:
     if all(known.request_id != failure.request_id for known in result.failures):
         result.failures.append(failure)
 

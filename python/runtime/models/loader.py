@@ -19,10 +19,11 @@ from phloem.runtime.backends.base import Backend, Model
 from phloem.runtime.errors import ModelLoadError, UnsupportedModelError
 from phloem.runtime.models import hub
 from phloem.runtime.models.config import ModelConfig, config_from_hf, token_ids
-from phloem.runtime.models.convert import Dtype
+from phloem.runtime.models.convert import Dtype, common_kind
 from phloem.runtime.models.embedded import EMBEDDED_NAME, find_embedded
 from phloem.runtime.models.gguf import GgufFile
 from phloem.runtime.models.gguf_config import config_from_gguf
+from phloem.runtime.models.live import LiveWeights, slots_of
 from phloem.runtime.models.registry import architecture_named
 from phloem.runtime.models.safetensors_file import INDEX, SINGLE, read_json, read_safetensors, read_sharded
 from phloem.runtime.models.weights import Architecture, Assignment, assign, fill, planned_bytes
@@ -64,6 +65,7 @@ class LoadedModel:
     model: Model
     opened: OpenModel = field(repr=False)
     weight_bytes: int
+    weights: LiveWeights = field(repr=False)
 
     @property
     def config(self) -> ModelConfig:
@@ -112,7 +114,15 @@ def load_model(
     opened.weight_bytes(dtype)  # a dtype that some matrix cannot have is refused before the first is read
     parameters, size = fill(opened.assignments, backend, dtype, progress)
     positions = min(max_context or opened.config.max_context, opened.config.max_context)
-    return LoadedModel(model=opened.architecture(opened.config, parameters, positions), opened=opened, weight_bytes=size)
+    model_ = opened.architecture(opened.config, parameters, positions)
+    kinds = {
+        a.param: common_kind(a.tensors, dtype, is_table=a.rule.form == "table")
+        for a in opened.assignments
+        if a.rule.form != "vector"
+    }
+    slots = slots_of(opened.architecture, opened.config, kinds)
+    weights = LiveWeights(opened.architecture, opened.config, slots, backend, parameters.values, model_, positions)
+    return LoadedModel(model=model_, opened=opened, weight_bytes=size, weights=weights)
 
 
 def open_model(model: str | None) -> OpenModel:

@@ -28,6 +28,7 @@ __all__ = [
     "Architecture",
     "Assignment",
     "Extra",
+    "Form",
     "Parameters",
     "Part",
     "Rule",
@@ -48,6 +49,10 @@ class Parameters:
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = values
+
+    @property
+    def values(self) -> Mapping[str, Any]:
+        return self._values
 
     def matrix(self, name: str) -> Packed:
         packed: Packed = self._values[name]

@@ -88,13 +88,20 @@ class Scheduler:
         """Its first token can come from the leader's row: the same tokens, and no logits of its own wanted."""
         a, b = q.request, leader.request
         same = a.namespace == b.namespace and a.grammar == b.grammar and a.token_ids == b.token_ids
-        return same and q.first_wanted() is None and q.max_tokens > 0 and leader.max_tokens > 0
+        return (
+            same
+            and not (a.num_output or b.num_output)
+            and q.first_wanted() is None
+            and q.max_tokens > 0
+            and leader.max_tokens > 0
+        )
 
     def start(self, q: Sequence) -> None:
         """Its cursor is there, if it needs one. A forced run at the start joins the prompt (J6)."""
         q.version = self.version
         if q.cursor is not None and q.max_tokens:
             try:
+                q.replay()
                 self.conclude(q, q.advance())
             except Exception as error:
                 self.fail(q, error)
@@ -354,13 +361,20 @@ class Scheduler:
 
     # ----------------------------------------------------------------------------------------------------------- weights
 
-    def change_weights(self) -> None:
-        """Nothing is in flight. Old roots are out of reach at once, and age out (R8)."""
+    def change_weights(self, version: int | None = None) -> None:
+        """Nothing is in flight. Old roots are out of reach at once, and age out (R8). Who runs keeps its KV, and goes on alone:
+        what its pages hold from now on is of no version, so they never enter the tree (rl W6, "continue")."""
         self.cache.holds.drop()
+        kept = set[Hashable]()
+        for q in self.running:
+            assert q.grant is not None
+            q.grant.private = q.kv_mixed = True
+            kept.add(q.grant.root)
         if not self.cache.enabled:
             for name in list(self.cache.tree.roots):
-                self.cache.tree.drop_root(name)
-        self.version += 1
+                if name not in kept:
+                    self.cache.tree.drop_root(name)
+        self.version = self.version + 1 if version is None else version
         self.gate = False
         self.queue.rebuild()
 

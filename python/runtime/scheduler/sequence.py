@@ -67,7 +67,7 @@ class Sequence:
         self.rank = (0, 0)  # (priority, arrival): the order of preemption and of resuming; given by the scheduler
         self.tokens: list[int] = tokens.tolist()
         self.key = bytearray(tokens.tobytes())  # the same as int32 bytes: what the tree compares
-        self.num_prompt = len(self.tokens)
+        self.num_prompt = len(self.tokens) - request.num_output
         self.need_pages = 0  # never more than so many (P3)
         self.state: Literal["waiting", "running", "done"] = "waiting"
         self.finish: FinishReason | None = None
@@ -88,16 +88,18 @@ class Sequence:
         self.row_step = 0  # the last plan in which it has a row
         self.cached_tokens: int | None = None  # prompt tokens not computed for it; None until first admitted
         self.preempted = False
+        self.kv_mixed = False  # its KV is of more than one version of the weights
         # output
         self.cursor: Cursor | None = None
         self.compiling = False  # its cursor is not there yet
         self.jump = request.grammar is not None and request.grammar.jump_forward != "off"
         self.keeps_logprobs = s.logprobs is not None
         self.version = 0  # of the weights; the scheduler keeps it current when it hands over tokens
-        self.versions: list[int] = []  # under which each output token was drawn
-        self.logprobs: list[TokenLogprob | None] = []  # one an output token, if it keeps any
+        before = request.num_output  # drawn by an earlier request, which this one goes on with (rl L9)
+        self.versions: list[int] = [0] * before  # under which each output token was drawn
+        self.logprobs: list[TokenLogprob | None] = [None] * before if s.logprobs is not None else []  # one an output token
         self.forced_at: list[int] = []  # indices in the output
-        self.emitted = 0
+        self.emitted = before
         self.num_dropped = 0  # drawn, and no part of the output: the token that ended an open-ended value (G7)
         self.unscored: deque[int] = deque()  # positions of forced tokens whose logprobs rows still have to give
         self.ending: FinishReason | None = None  # it ends so once these are known
@@ -139,6 +141,14 @@ class Sequence:
         return len(self.tokens) - 1 if wanted is None else min(len(self.tokens), wanted) - 1
 
     # ------------------------------------------------------------------------------------------------------- new tokens
+
+    def replay(self) -> None:
+        """Bring the cursor to where the output of an earlier request left it."""
+        if self.cursor is not None:
+            for at, token in enumerate(self.tokens[self.num_prompt :]):
+                if self.cursor.forced():
+                    self.forced_at.append(at)
+                self._follow(token)
 
     def accept(self, token: int, logprob: TokenLogprob | None) -> FinishReason | None:
         """A drawn token, and the forced run behind it. How the sequence ends with it, if it does."""
