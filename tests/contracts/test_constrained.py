@@ -93,10 +93,27 @@ def test_j3_jump_on_is_jump_off(engine: phloem.Engine, drawing: dict[str, Any]) 
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_j3_over_two_hundred_prompts_and_schemas(overlap: bool) -> None:
-    """Small steps chunk the prompts; a small pool preempts."""
-    with phloem.Engine(kv_tokens=1024, max_step_tokens=48, overlap=overlap, max_context=512) as engine:
-        for drawing in ({"temperature": 0}, {"temperature": 1.0, "seed": 4}):
-            assert compare(engine, cases(100), drawing) > 100
+    """Four prompts a schema at once, greedy and seeded: longer than a step's budget, which chunks them, and more than the pool holds,
+    which preempts."""
+    prompts = ["Once upon a time there was a form to fill in. " * n + prompt for n, prompt in zip((5, 6, 1, 7), PROMPTS)]
+    schemas = list({json.dumps(schema): (schema, blanks) for _, schema, blanks in cases(400)}.values())
+    seen = forced = 0
+    with phloem.Engine(kv_tokens=320, max_step_tokens=48, overlap=overlap, max_context=256) as engine:
+        for i, (schema, blanks) in enumerate(itertools.islice(itertools.cycle(schemas), 52)):
+            drawing = {"temperature": 1.0, "seed": i} if i % 2 else {"temperature": 0}
+            sampling = {"max_tokens": 40, "logprobs": "both", "top_logprobs": 1, **drawing}
+            runs = {}
+            for jump in ("canonical", "off"):
+                runs[jump] = engine.generate(
+                    prompts, sampling, json_schema=schema, json_whitespace=blanks, jump_forward=jump, trusted=True
+                )  # type: ignore[call-overload]
+            for on, off in zip(runs["canonical"], runs["off"], strict=True):
+                assert told(on) == told(off), schema
+                check(schema, on)
+                forced += on.usage.forced_tokens
+                seen += 1
+        stats = engine.stats()
+    assert seen >= 200 and forced > 1_000 and stats.preemptions > 50
 
 
 def test_j3_in_a_batch_of_eight_samples(engine: phloem.Engine) -> None:

@@ -33,11 +33,13 @@ from phloem.runtime.grammar.vocabulary import Vocabulary
 from phloem.runtime.request import GrammarSpec
 
 __all__ = [
-    "Broken", "Hello", "Job", "Refused", "Served", "Static", "Vetted", "Vetting", "Workers", "read_frame", "serve", "write_frame",
+    "Broken", "Hello", "Job", "Ready", "Refused", "Served", "Static", "Vetted", "Vetting", "Workers", "read_frame", "serve", "write_frame",
 ]  # fmt: skip
 
 WALL_FACTOR = 6
 """A worker that has used neither its CPU time nor its memory is killed after so many times its CPU limit."""
+START_SECONDS = 60.0
+"""A worker loads its engines within a second of CPU; it has this long for it, however loaded the machine is."""
 
 
 # ----------------------------------------------------------------------------------------------------------------- compiling
@@ -124,6 +126,10 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     width: int
 
 
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The first frame from a worker: its engines are loaded."""
+
+
 class Job(msgspec.Struct, frozen=True, tag=True):
     spec: GrammarSpec
     limits: dict[str, int | float]
@@ -158,7 +164,7 @@ class Broken(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-Word = Hello | Job | Vetted | Static | Refused | Broken
+Word = Hello | Ready | Job | Vetted | Static | Refused | Broken
 _decoder = msgspec.msgpack.Decoder(Word)
 
 
@@ -331,7 +337,15 @@ class _Worker:
         assert self.process.stdin is not None and self.process.stdout is not None
         self._out, self._in = self.process.stdin.fileno(), self.process.stdout.fileno()
         hidden = sorted(vocabulary.special_ids)
-        self.send(Hello(list(vocabulary.tokens), list(vocabulary.stop_ids), hidden, vocabulary.width))
+        try:
+            self.send(Hello(list(vocabulary.tokens), list(vocabulary.stop_ids), hidden, vocabulary.width))
+            self.read(START_SECONDS)
+        except (EOFError, OSError, TimeoutError):
+            self.kill()
+            raise PhloemError("the process that compiles grammars did not start. Please report this.") from None
+        except BaseException:
+            self.kill()
+            raise
 
     def send(self, word: Any) -> None:
         write_frame(self._out, word)

@@ -4,6 +4,9 @@
     (no run pending)              └─ permissive: the one bit that is set, else the model chooses
     accept(t): pending -> t must be its next id, the row is not asked       else -> t's bit of the row decides (G1)
 
+    free: inside a free string of JSON (free_text.py) neither run nor row can change: such tokens are kept, and told to the engine
+          when it is asked again
+
 The engine sees text tokens only. Stop ids and what open_end lets in are handled here: neither ever reaches a matcher, some of
 which cannot be asked anything behind a stop token (G3). Decisions are made when first asked for, once a decision point (J1).
 """
@@ -19,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phloem.runtime.errors import GrammarDeadEnd
+from phloem.runtime.grammar.free_text import RECENT, FreeStrings, inside_value
 from phloem.runtime.grammar.vocabulary import MAX_TAIL, Vocabulary
 
 __all__ = ["EngineCursor", "Matcher", "Rules"]
@@ -44,11 +48,12 @@ class Matcher(Protocol):
 
 @dataclass(frozen=True)
 class Rules:
-    """What one compiled grammar's cursors have in common."""
+    """What one compiled grammar's cursors have in common. free: what holds inside its strings; None: nothing that is known."""
 
     vocabulary: Vocabulary
     canonical: bool
     open_end: bool = False
+    free: FreeStrings | None = None
 
     @cached_property
     def stop_words(self) -> tuple[int, ...]:
@@ -57,6 +62,10 @@ class Rules:
 
 
 _GOING, _STOPPED, _OPENED = 0, 1, 2  # ended by a stop id, or by a token behind the value
+_Before = tuple[tuple[int, ...], int, tuple[int, ...], int]
+"""What accept(token) has changed: run, at, tail, ended. Of a token that was kept: _KEPT, its bytes, tail, _GOING."""
+_KEPT = (-1,)
+_UNKNOWN = bytes(RECENT)  # a text that nothing is known of
 
 
 class EngineCursor:
@@ -70,7 +79,11 @@ class EngineCursor:
         "_ended",
         "_final",
         "_history",
+        "_inside",
+        "_kept",
         "_matcher",
+        "_recent",
+        "_room",
         "_row",
         "_row_valid",
         "_rules",
@@ -87,7 +100,13 @@ class EngineCursor:
         self._decided = self._done = self._row_valid = False
         self._complete = self._final = False  # of the row's state; _final: nothing but stop ids may follow
         self._row: NDArray[np.int32] = np.empty(rules.vocabulary.num_words, np.int32)
-        self._history: list[tuple[tuple[int, ...], int, tuple[int, ...], int]] = []
+        self._history: list[_Before] = []
+        self._recent = b""  # the end of the text, if the grammar has free strings
+        self._inside: int | None = (
+            None  # bytes of the string, of a value, in which the text stops. None: in none that we know of
+        )
+        self._room = -1  # up to so many of them, a plain token changes neither mask nor run.   -1: this is no such place
+        self._kept: list[int] = []  # accepted, and not yet told to the matcher
 
     # -------------------------------------------------------------------------------------------------------- questions
 
@@ -126,7 +145,16 @@ class EngineCursor:
         rules = self._rules
         if self._ended or not 0 <= token < rules.vocabulary.width:
             return False
+        if self._inside is not None and self._room >= self._inside + (size := rules.vocabulary.plain.sizes[token]) and size:
+            self._history.append((_KEPT, size, self._tail, _GOING))
+            self._inside += size
+            self._kept.append(token)
+            if rules.canonical:
+                self._tail = (*self._tail, token)[-MAX_TAIL:]
+            return True
         before = (self._run, self._at, self._tail, self._ended)
+        if self._kept:
+            self._tell()
         if self._at < len(self._run):
             if token != self._run[self._at]:
                 return False
@@ -142,6 +170,9 @@ class EngineCursor:
             else:
                 self._consume(token)
         self._history.append(before)
+        self._room = -1
+        if rules.free is not None:
+            self._read(rules.vocabulary.tokens[token])
         if rules.canonical and not self._ended:
             special = token in rules.vocabulary.special_ids
             self._tail = () if special else (*self._tail, token)[-MAX_TAIL:]
@@ -153,14 +184,22 @@ class EngineCursor:
     def rollback(self, n: int) -> None:
         if not 0 <= n <= len(self._history):
             raise ValueError(f"rollback by {n}, but only {len(self._history)} tokens were accepted.")
+        while n and self._kept:  # the matcher does not know of them, and all else is as it was
+            assert self._inside is not None
+            _, size, self._tail, _ = self._history.pop()
+            self._kept.pop()
+            self._inside -= size
+            n -= 1
         undo = 0
         for _ in range(n):
             undo += self._ended == _GOING
-            self._run, self._at, self._tail, self._ended = self._history.pop()
+            run, at, self._tail, self._ended = self._history.pop()
+            self._run, self._at = ((), 0) if run is _KEPT else (run, at)
         if undo:
             self._matcher.rollback(undo)
         if n:
             self._row_valid = False
+            self._recent, self._inside, self._room = _UNKNOWN, None, -1
             # A run that was pending is still the one of its decision point; with none, asking again gives none again (J1).
             self._decided = self._at < len(self._run)
             self._done = False
@@ -172,6 +211,7 @@ class EngineCursor:
         other._decided, other._done, other._row_valid = self._decided, self._done, self._row_valid
         other._complete, other._final = self._complete, self._final
         other._row, other._history = self._row.copy(), list(self._history)
+        other._recent, other._inside, other._room, other._kept = self._recent, self._inside, self._room, list(self._kept)
         return other
 
     # ----------------------------------------------------------------------------------------------------------- inside
@@ -204,6 +244,31 @@ class EngineCursor:
             word = int(row[at]) & 0xFFFFFFFF
             if word & (word - 1) == 0:
                 self._run = (at * 32 + word.bit_length() - 1,)
+        rules = self._rules
+        if rules.free is not None and num_words >= rules.vocabulary.plain.num_words and not self._complete and not self._run:
+            self._look_inside(rules.free, row)
+
+    def _look_inside(self, free: FreeStrings, row: NDArray[np.int32]) -> None:
+        """Whether the text stops inside a free string, and how far that leads. Only there is every plain token legal."""
+        plain = self._rules.vocabulary.plain.mask
+        if not (plain & ~row).any():
+            if self._inside is None:
+                self._inside = inside_value(self._recent)
+            if self._inside is not None:
+                self._room = free.room(self._inside)
+
+    def _read(self, data: bytes) -> None:
+        """Follow the text, as far as it takes to know where a string was opened."""
+        self._recent = (self._recent + data)[-RECENT:]
+        if self._inside is not None:
+            self._inside = None if b'"' in data else self._inside + len(data)
+
+    def _tell(self) -> None:
+        for token in self._kept:
+            self._consume(token)
+            if self._rules.free is not None:
+                self._recent = (self._recent + self._rules.vocabulary.tokens[token])[-RECENT:]
+        self._kept.clear()
 
     def _legal(self) -> NDArray[np.int32]:
         """The plain mask of this state, stop ids and open end included."""

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from phloem.runtime.errors import GrammarError
 from phloem.runtime.grammar.base import AuditReport, Limits, NotMine, mask_mode
 from phloem.runtime.grammar.engine_cursor import EngineCursor, Rules
+from phloem.runtime.grammar.free_text import free_strings
 from phloem.runtime.grammar.regex_syntax import parse_regex, portable_pattern
 from phloem.runtime.grammar.vocabulary import Vocabulary
 from phloem.runtime.grammar.whitespace import llguidance_options
@@ -58,7 +59,8 @@ class LLGuidance:
             mask_mode=mask_mode(spec),
             whitespace=spec.json_whitespace if _is_json(spec) else None,
         )
-        return LLGrammar(matcher, Rules(vocabulary, report.mask_mode == "canonical", spec.open_end), report)
+        free = free_strings(spec.source or "{}", vocabulary.longest) if _is_json(spec) else None
+        return LLGrammar(matcher, Rules(vocabulary, report.mask_mode == "canonical", spec.open_end, free), report)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +91,8 @@ class _Matcher:
         return bool(self._m.is_accepting())
 
     def accept(self, token: int) -> bool:
-        # An illegal consume_token would poison the matcher for good (G3).
-        return bool(self._m.validate_tokens([token]) == 1 and self._m.consume_token(token))
+        # An illegal one would poison the matcher for good (G3). None comes: EngineCursor has seen its bit in the mask, or it is a run's.
+        return bool(self._m.consume_token(token))
 
     def rollback(self, n: int) -> None:
         if not self._m.rollback(n):

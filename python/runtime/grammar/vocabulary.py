@@ -12,15 +12,24 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from phloem.runtime.grammar.token_trie import TokenTrie
 
-__all__ = ["MAX_TAIL", "Vocabulary"]
+__all__ = ["MAX_TAIL", "Plain", "Vocabulary"]
 
 MAX_TAIL = 4  # ids of left context that a canonical run may merge with (J9)
+
+
+class Plain(NamedTuple):
+    """sizes: bytes of each id that is one of them, else 0.   mask: [num_words], read-only; num_words of it are not 0."""
+
+    sizes: bytes
+    mask: NDArray[np.int32]
+    num_words: int
 
 
 class Vocabulary:
@@ -117,6 +126,20 @@ class Vocabulary:
         return row.view(np.int32)
 
     @cached_property
+    def plain(self) -> Plain:
+        """Tokens that are characters of a JSON string as they stand: whole ones; no quote, no backslash, no control character."""
+        sizes = bytearray(self.width)
+        for i in self.text_ids:
+            token = self.tokens[i]
+            if len(token) < 256 and min(token) >= 0x20 and not {0x22, 0x5C, 0x7F} & set(token) and _is_text(token):
+                sizes[i] = len(token)
+        words = np.zeros(self.num_words * 32, np.bool_)
+        words[np.flatnonzero(np.frombuffer(bytes(sizes), np.uint8))] = True
+        mask = np.packbits(words, bitorder="little").view(np.int32)
+        mask.flags.writeable = False
+        return Plain(bytes(sizes), mask, int(np.count_nonzero(mask)))
+
+    @cached_property
     def trie(self) -> TokenTrie:
         """The text tokens by their bytes."""
         return TokenTrie([(self.tokens[i], i) for i in self.text_ids])
@@ -125,3 +148,11 @@ class Vocabulary:
     def spelled(self) -> frozenset[int]:
         """Bytes that are text tokens by themselves."""
         return frozenset(self.tokens[i][0] for i in self.text_ids if len(self.tokens[i]) == 1)
+
+
+def _is_text(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True

@@ -1,6 +1,6 @@
 """The process that compiles grammars of strangers: one job at a time, under a limit of CPU time and memory. Ends with its pipe.
 
-    stdin  Hello, Job, Job, …       stdout  Vetted [Static] | Refused, for each job
+    stdin  Hello, Job, Job, …       stdout  Ready, then Vetted [Static] | Refused, for each job
 
 Never imports torch: xgrammar asks for it, and for transformers, for conveniences that nobody uses here.
 """
@@ -20,7 +20,7 @@ from typing import Any
 from phloem.runtime.errors import PhloemError
 from phloem.runtime.grammar.audit import Route, is_audited, route
 from phloem.runtime.grammar.base import GrammarBackend, Limits, backend
-from phloem.runtime.grammar.compile import Broken, Hello, Job, Refused, Static, Vetted, read_frame, serve, write_frame
+from phloem.runtime.grammar.compile import Broken, Hello, Job, Ready, Refused, Static, Vetted, read_frame, serve, write_frame
 from phloem.runtime.grammar.vocabulary import Vocabulary
 from phloem.runtime.request import GrammarSpec
 
@@ -37,6 +37,7 @@ def main() -> None:
     threading.Thread(target=_listen, args=(jobs, inbox), daemon=True).start()
     vocabulary = vocabulary_of(inbox.get())
     _warm(vocabulary)
+    write_frame(replies, Ready())
     while True:
         job = inbox.get()
         _limit(job.limits)

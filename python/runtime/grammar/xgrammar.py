@@ -26,6 +26,7 @@ from phloem.runtime.errors import GrammarError
 from phloem.runtime.grammar.base import AuditReport, Limits, NotMine, mask_mode
 from phloem.runtime.grammar.engine_cursor import EngineCursor, Rules
 from phloem.runtime.grammar.forced import canonical_run
+from phloem.runtime.grammar.free_text import free_strings
 from phloem.runtime.grammar.vocabulary import Vocabulary
 from phloem.runtime.grammar.whitespace import xgrammar_options
 from phloem.runtime.grammar.xgrammar_text import repaired
@@ -66,7 +67,8 @@ class XGrammar:
             mask_mode=mask_mode(spec),
             whitespace=spec.json_whitespace if spec.kind == "json_schema" else None,
         )
-        rules = Rules(vocabulary, report.mask_mode == "canonical", spec.open_end)
+        free = free_strings(spec.source, vocabulary.longest) if spec.kind == "json_schema" else None
+        rules = Rules(vocabulary, report.mask_mode == "canonical", spec.open_end, free)
 
         def made_of(compiled: Any) -> XGrammarGrammar:
             grammar = XGrammarGrammar(compiled, rules, report)

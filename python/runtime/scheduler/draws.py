@@ -29,7 +29,8 @@ class SpecBuilder:
     def __init__(self, scheduler: Scheduler, flight: Flight) -> None:
         self.scheduler, self.flight = scheduler, flight
         self.spec = SampleSpec()
-        self.masks: list[NDArray[np.int32]] = []
+        self.masks = np.empty((0, scheduler.words), np.int32)  # as many as fit; num_masks of them are used
+        self.num_masks = 0
 
     def build(self) -> SampleSpec:
         for i, (row, q) in enumerate(zip(self.flight.plan.rows, self.flight.sequences)):
@@ -41,21 +42,20 @@ class SpecBuilder:
                     self._list_siblings(i, q)
             elif row.end in q.unscored and len(row.targets) < row.end - row.logits_from:
                 self._probe(i, q, row.end)
-        if self.masks:
-            self.spec.masks = np.stack(self.masks)
+        if self.num_masks:
+            self.spec.masks = self.masks[: self.num_masks]
         return self.spec
 
     def _draw(self, i: int, q: Sequence) -> None:
         mask = None
         if q.cursor is not None:
-            bits = self._new_mask()
             try:
-                q.cursor.fill(bits)
+                q.cursor.fill(self._next_mask())
             except Exception as error:  # whatever a grammar engine raises concerns this request alone
                 self.scheduler.fail(q, error)
                 return
-            mask = len(self.masks)
-            self.masks.append(bits)
+            mask = self.num_masks
+            self.num_masks += 1
         block = self.scheduler.padding
         if q.num_new < q.request.sampling.min_tokens and q.cursor is None:  # a grammar outranks min_tokens (M1)
             block = (*block, *q.ends)
@@ -76,14 +76,20 @@ class SpecBuilder:
             del self.scheduler.leaders[group]
 
     def _probe(self, i: int, q: Sequence, position: int) -> None:
-        token, bits = q.tokens[position], self._new_mask()
+        token, bits = q.tokens[position], self._next_mask()
+        bits[:] = 0
         bits.view(np.uint32)[token // 32] = 1 << (token % 32)
-        self.masks.append(bits)
+        self.num_masks += 1
         self.flight.probes[q.request.id] = position
-        self._add(i, q, position - q.num_prompt, NO_SLOT, len(self.masks) - 1, ())
+        self._add(i, q, position - q.num_prompt, NO_SLOT, self.num_masks - 1, ())
 
-    def _new_mask(self) -> NDArray[np.int32]:
-        return np.zeros(self.scheduler.words, np.int32)
+    def _next_mask(self) -> NDArray[np.int32]:
+        """The row behind the used ones, to be overwritten."""
+        if self.num_masks == len(self.masks):
+            room = max(len(self.flight.sequences), 2 * self.num_masks)
+            self.masks = np.concatenate([self.masks, np.empty((room - self.num_masks, self.scheduler.words), np.int32)])
+        row: NDArray[np.int32] = self.masks[self.num_masks]
+        return row
 
     def _add(self, i: int, q: Sequence, position: int, slot: int, mask: int | None, block: tuple[int, ...]) -> None:
         r = q.request
