@@ -51,6 +51,11 @@ class Detokenizer:
         self._pending = data[used:]
         return text
 
+    @property
+    def is_open(self) -> bool:
+        """Bytes of an unfinished character are held back."""
+        return bool(self._pending)
+
     def flush(self) -> str:
         """What is left, an unfinished character as U+FFFD. The detokenizer then starts behind it."""
         pending, self._pending = self._pending, b""

@@ -258,6 +258,11 @@ class Tokenizer:
         return {self._added[i].content: self._added[i] for i in sorted(self.control_ids)}
 
     @property
+    def plain_added(self) -> list[str]:
+        """Spellings of the added tokens that are ordinary text."""
+        return [self._added[i].content for i in sorted(self._added) if i not in self.control_ids]
+
+    @property
     def byte_rules(self) -> ByteRules:
         return self._rules
 
