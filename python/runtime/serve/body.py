@@ -25,6 +25,7 @@ RawFields = dict[str, msgspec.Raw]
 MAX_DEPTH = 64
 MAX_LISTED, MAX_NAME = 32, 128
 _STRINGS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_ONE_KIND = bytes.maketrans(b"{}", b"[]")
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _RAW_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _NAMES_OF_LIST = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
@@ -61,6 +62,8 @@ def read(route: str, body: bytes, kind: type[T], notes: Notes, *, strict: bool, 
     """
     raw = decode_raw(body, under)
     for name, row in classify(route, raw):
+        if row is not None and row.equals in raw and bytes(raw[row.equals]) == bytes(raw[name]):
+            continue
         notice(notes, under + name, row, raw[name], strict=strict)
     return decode(body, kind, under, raw), raw
 
@@ -138,11 +141,11 @@ def _check_depth(body: bytes) -> None:
     """Every level of brackets is taken off once, by C code: no recursion, and no loop over bytes in Python."""
     if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
         return
-    brackets = _STRINGS.sub(b"", body).translate(None, _NOT_BRACKETS)
+    brackets = _STRINGS.sub(b"", body).translate(_ONE_KIND, _NOT_BRACKETS)
     for _ in range(MAX_DEPTH):
         if not brackets:
             return
-        brackets = brackets.replace(b"[]", b"").replace(b"{}", b"")
+        brackets = brackets.replace(b"[]", b"")
     if brackets:
         raise _too_deep()
 

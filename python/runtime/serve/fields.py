@@ -24,7 +24,7 @@ How = Literal["honoured", "without_effect", "refused"]
 class Field:
     """name: `x*` and `*_x` stand for all such names.   good, bad: JSON texts, for tests: a legal value and an illegal one; bad is
     "" where every value of JSON is legal.   beside: further members that a legal value needs.   neutral: values that ask for nothing,
-    beside null, false and what is empty; of honoured fields, the default.
+    beside null, false and what is empty; of honoured fields, the default.   equals: another field; the same value asks for nothing.
     """
 
     name: str
@@ -37,6 +37,7 @@ class Field:
     bad: str = ""
     beside: str = ""
     neutral: tuple[Any, ...] = ()
+    equals: str = ""
 
 
 def _h(
@@ -108,7 +109,7 @@ HONOURED = (
     _h("request_id", CALL, "1 … 128 of `A-Za-z0-9._:-`", "none", "a handle for `/abort_request`; live already: 409", '"handle-1"', '"a b"'),
     _h("rid", ALL, "1 … 128 of `A-Za-z0-9._:-`", "none", "the same, by SGLang's name; /generate takes a list for a batch", '"handle-2"', '"a\\nb"'),
     # ---- chat ----
-    _h("messages", "c", "1 … 8192 messages", "required", "roles system, developer, user, assistant, tool; content is text or text parts", '[{"role": "user", "content": "hi"}]', '[{"role": "banana", "content": "hi"}]'),
+    _h("messages", "ck", "1 … 8192 messages", "required", "roles system, developer, user, assistant, tool; content is text or text parts", '[{"role": "user", "content": "hi"}]', '[{"role": "banana", "content": "hi"}]'),
     _h("logprobs", "c", "boolean", "false", "", "true", "1", neutral=(False,)),
     _h("top_logprobs", "c", "0 … 20", "0", "needs `logprobs`", "2", "21", '"logprobs": true', neutral=(0,)),
     _h("add_generation_prompt", "ck", "boolean", "true", "", "false", "1"),
@@ -164,7 +165,7 @@ WITHOUT_EFFECT = tuple(
 )  # fmt: skip
 
 REFUSED = tuple(
-    Field(name=name, routes=routes, how="refused", type="any", bad=bad, neutral=neutral, note=note)
+    Field(name=name, routes=routes, how="refused", type="any", bad=bad, neutral=neutral, note=note, equals="n" if name == "best_of" else "")
     for name, routes, bad, neutral, note in (
         ("functions", CALL, '[{"name": "f"}]', (), "use `tools`"), ("function_call", CALL, '{"name": "f"}', ("none", "auto"), "use `tool_choice`"),
         ("audio", CALL, '{"voice": "x"}', (), ""), ("modalities", CALL, '["audio"]', (["text"],), ""), ("web_search_options", CALL, '{"search_context_size": "low"}', (), ""),

@@ -182,7 +182,8 @@ def lower(
             prompt_logprobs=prompt_logprobs,
         )
     except InvalidRequestError as error:
-        error.param = under + _WIRE_NAMES.get(error.param or "", error.param or "")
+        if not (error.param or "").startswith(under or "\0"):
+            error.param = under + _WIRE_NAMES.get(error.param or "", error.param or "")
         raise
     spec = constraint.spec if constraint is not None else None
     without = without_ignored_stops(sampling, spec)
