@@ -15,6 +15,7 @@ import gc
 import hashlib
 import importlib
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -275,10 +276,22 @@ class Watched:
         waiting = self._core.scheduler.waiting
         return wire.Beat(
             stats=self._core.stats(),
+            pages_leased=self._pages_leased(),
             waiting_grammar=sum(q.compiling for q in waiting),
             waiting_preempted=sum(q.preempted for q in waiting),
             dropped_frames=dropped_frames,
         )
+
+    def _pages_leased(self) -> int:
+        """Pages of the tree on the paths that running requests read, each once."""
+        seen, pages = set(), 0
+        for q in self._core.scheduler.running:
+            node = q.grant.lease if q.grant is not None else None
+            while node is not None and node not in seen:
+                seen.add(node)
+                pages += len(node.pages)
+                node = node.parent
+        return pages
 
 
 @dataclass(slots=True)
@@ -304,7 +317,7 @@ def main(folder: str) -> None:
     # Ctrl-C and a supervisor's SIGTERM reach the whole group; the parent decides what becomes of them (L4).
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True, name="phloem-parent").start()
+    threading.Thread(target=_end_with_parent, args=(folder,), daemon=True, name="phloem-parent").start()
     os.dup2(2, 1)
     context = zmq.Context()
     inward, outward = (context.socket(zmq.PAIR) for _ in range(2))
@@ -329,9 +342,10 @@ def main(folder: str) -> None:
     os._exit(status)
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(folder: str) -> None:
     while os.read(0, 4096):
         pass
+    shutil.rmtree(folder, ignore_errors=True)  # a parent that was killed has not
     os._exit(0)
 
 

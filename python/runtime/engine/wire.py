@@ -102,7 +102,7 @@ class Opened(msgspec.Struct, frozen=True, tag=True):
 class Hello(msgspec.Struct, frozen=True, tag=True):
     """The engine is up. seconds: of each stage of the start.   fingerprint: equal weights, arithmetic and kernels, equal word.
 
-    vocab_size: ids that a prompt may hold.   pid: of the engine process.   sleeps: seconds between beats when idle.
+    vocab_size: ids that a prompt may hold.   device_name: the kernels' variant, or a GPU's name.   pid: of the engine process.
     """
 
     resolved: Resolved
@@ -132,10 +132,11 @@ class Timing(msgspec.Struct, frozen=True):
 class Beat(msgspec.Struct, frozen=True):
     """What the loop says of itself. waiting_*: parts of stats.waiting.   dropped_frames: that did not decode, ever.
 
-    kv_live, kv_held, kv_free, kv_tree: tokens in pages of running requests; in the tree and pinned; free; in the tree.
+    pages_leased: pages of the tree that running requests read.
     """
 
     stats: EngineStats
+    pages_leased: int
     waiting_grammar: int
     waiting_preempted: int
     dropped_frames: int
