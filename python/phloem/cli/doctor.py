@@ -114,9 +114,11 @@ def model(config: Any) -> Findings:
     from phloem.runtime.backends import create_backend
     from phloem.runtime.config import resolve
     from phloem.runtime.engine.build import detect_hardware, load_tokenizer
+    from phloem.runtime.engine.gpu import on_gpu
+    from phloem.runtime.models.dummy import open_dummy
     from phloem.runtime.models.loader import open_model
 
-    opened = open_model(config.model)
+    opened = open_dummy(config.model) if config.load_format == "dummy" else open_model(config.model)
     shape = opened.config
     yield True, f"{opened.name}: {opened.path}"
     yield (
@@ -129,8 +131,9 @@ def model(config: Any) -> Findings:
     tokenizer = load_tokenizer(opened)
     template = "a chat template" if tokenizer.templates else "no chat template: `phloem chat` would refuse"
     yield True, f"tokenizer: {tokenizer.vocab_size} tokens, {template}"
+    hardware = on_gpu(config, detect_hardware())
     resolved = resolve(
-        config, detect_hardware(), model_context=shape.max_context, kv_bytes_per_token_f32=shape.kv_bytes_per_token_f32,
+        config, hardware, model_context=shape.max_context, kv_bytes_per_token_f32=shape.kv_bytes_per_token_f32,
         weight_bytes=opened.file_bytes,
     )  # fmt: skip
     for line in resolved.arithmetic:

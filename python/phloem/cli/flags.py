@@ -22,12 +22,13 @@ __all__ = ["ENGINE_HELP", "SAMPLING_HELP", "with_flags"]
 
 ENGINE_HELP = {
     "model": "A directory, a .gguf file or org/name. Default: the embedded model.",
-    "dtype": "auto, f32, bf16, q8 or q4: of the weights; auto keeps the file's.",
+    "dtype": "auto, f32, bf16, f16, q8, q4, or fp8 (cuda): of the weights; auto keeps the file's.",
+    "load_format": "auto, or dummy: random weights of the shape that config.json says.",
     "device": "auto, cpu, cuda or reference.",
     "page_size": "Tokens a page: 1, 2, 4, ... 64.",
     "kv_memory": 'The KV pool: bytes, a size ("2GiB") or a fraction of the RAM ("25%", "0.25").',
     "kv_tokens": "The KV pool, in tokens.",
-    "kv_dtype": "auto, f32 or bf16.",
+    "kv_dtype": "auto, f32 or bf16; on cuda bf16, f16 or fp8.",
     "max_context": "Prompt and output, in tokens.",
     "max_running": "Sequences that run at once.",
     "max_step_tokens": "Token budget of one step.",

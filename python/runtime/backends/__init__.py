@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from phloem.runtime.errors import ConfigError
 
@@ -12,22 +12,18 @@ if TYPE_CHECKING:
 
 __all__ = ["BACKENDS", "create_backend"]
 
-BACKENDS = {"reference": "reference:Reference", "cpu": "cpu:Cpu"}
-_LATER = {"cuda": "the CUDA backend is not in this version"}
+BACKENDS = {"reference": "reference:Reference", "cpu": "cpu:Cpu", "cuda": "cuda:Cuda"}
 
 
-def create_backend(name: str, *, threads: int = 1) -> Backend:
+def create_backend(name: str, *, threads: int = 1, **options: Any) -> Backend:
     """The backend of this name, made anew: nothing is shared between two of them.
 
     threads: how many the backend may use at most; `reference` takes one whatever the number.
-    Raises ConfigError for a name that is not in `BACKENDS`.
+    options: the backend's own.   Raises ConfigError for a name that is not in `BACKENDS`, and for a device that is not there.
     """
-    if name in _LATER:
-        known = ", ".join(repr(n) for n in BACKENDS)
-        raise ConfigError(f"device is {name!r}, but {_LATER[name]}. Use one of {known}.", param="device")
     if name not in BACKENDS:
         known = ", ".join(repr(n) for n in BACKENDS)
         raise ConfigError(f"device is {name!r}; expected one of {known}.", param="device")
     module, _, attribute = BACKENDS[name].partition(":")
     kind = getattr(importlib.import_module(f"{__name__}.{module}"), attribute)
-    return cast("Backend", kind(threads=threads))
+    return cast("Backend", kind(threads=threads, **options))

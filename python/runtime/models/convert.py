@@ -1,12 +1,13 @@
 """What a stored matrix becomes, for each `dtype` option. The one table of that decision:
 
-    stored            auto    f32    bf16    q8       q4
+    stored            auto    f32    bf16    q8       q4         f16: every kind as f16
     f32               f32     f32    bf16    q8_0     q4_0       the embedding and the head, under q4: q8_0
     bf16              bf16    f32    bf16    q8_0     q4_0
     f16               f32     f32    bf16    q8_0     q4_0       no kernel computes in f16, and bf16 would lose 3 bits
     q8_0              q8_0    f32    bf16    q8_0     q4_0       kept as it is in the embedding and the head
     q4_0, q4_1        same    f32    bf16    q8_0     same
-    other blocks      f32     f32    bf16    q8_0     q4_0
+    other blocks      f32     f32    bf16    q8_0     q4_0       fp8: f8, whose values are bf16 until the backend scales them;
+                                                                the embedding and the head: bf16
 
 Parts of one fused matrix end up of one kind: q4_0 beside q4_1 becomes q4_1, which is exact; any other mixture becomes float32.
 """
@@ -17,6 +18,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from phloem.runtime.backends.base import Weight, WeightKind
 from phloem.runtime.backends.blocks import BLOCK, BLOCK_BYTES, q4_0_to_q4_1, quantise
@@ -25,7 +27,7 @@ from phloem.runtime.models.stored import PLAIN, Stored
 
 __all__ = ["Dtype", "as_weights", "common_kind", "num_bytes", "target_kind"]
 
-Dtype = Literal["auto", "f32", "bf16", "q8", "q4"]
+Dtype = Literal["auto", "f32", "bf16", "f16", "fp8", "q8", "q4"]
 _AUTO: dict[str, WeightKind] = {"f32": "f32", "bf16": "bf16", "q8_0": "q8_0", "q4_0": "q4_0", "q4_1": "q4_1"}
 
 
@@ -33,8 +35,10 @@ def target_kind(stored: str, dtype: Dtype, *, is_table: bool) -> WeightKind:
     """is_table: the embedding or the head."""
     if dtype == "auto":
         return _AUTO.get(stored, "f32")
-    if dtype == "f32" or dtype == "bf16":
+    if dtype == "f32" or dtype == "bf16" or dtype == "f16":
         return dtype
+    if dtype == "fp8":
+        return "bf16" if is_table else "f8"
     if dtype == "q8":
         return "q8_0"
     if stored in ("q4_0", "q4_1") or (stored == "q8_0" and is_table):
@@ -69,6 +73,8 @@ def num_bytes(tensors: Sequence[Stored], dtype: Dtype, *, is_table: bool) -> int
     """Bytes of what `as_weights` will make."""
     kind = common_kind(tensors, dtype, is_table=is_table)
     elements = sum(t.shape[0] * t.shape[1] for t in tensors)
+    if kind == "f8":
+        return elements + 4 * sum(t.shape[0] for t in tensors)  # as the backend keeps it: a scale a row
     return elements // BLOCK * BLOCK_BYTES[kind] if kind in BLOCK_BYTES else elements * PLAIN[kind].itemsize
 
 
@@ -80,6 +86,17 @@ def _convert(tensor: Stored, kind: WeightKind) -> Weight:
         return Weight(kind, shape, q4_0_to_q4_1(tensor.read()))
     if kind == "f32":
         return Weight(kind, shape, tensor.float32())
-    if kind == "bf16":
-        return Weight(kind, shape, tensor.float32().to(torch.bfloat16))
+    if kind == "bf16" or kind == "f8":
+        return Weight(kind, shape, tensor.read() if tensor.kind == "bf16" else tensor.float32().to(torch.bfloat16))
+    if kind == "f16":
+        return Weight(kind, shape, _half(tensor))
     return Weight(kind, shape, quantise(kind, tensor.float32()))
+
+
+def _half(tensor: Stored) -> Tensor:
+    values = tensor.float32()
+    if values.numel() and float(values.abs().amax()) > torch.finfo(torch.float16).max:
+        raise UnsupportedModelError(
+            f"{tensor.file}: {tensor.name} has values beyond what f16 holds (65504). Use dtype='bf16' or 'f32'.", param="dtype"
+        )
+    return values.to(torch.float16)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from phloem.runtime.config import Hardware, Resolved, make_config, resolve
+from phloem.runtime.config import Dtype, Hardware, Resolved, make_config, resolve
 from phloem.runtime.engine import build as module
 from phloem.runtime.engine.build import build, detect_hardware, limits_of
 from phloem.runtime.engine.client import InprocClient
@@ -58,15 +58,15 @@ def test_what_cannot_fit_is_refused_before_weights_are_read(monkeypatch: pytest.
 
 def test_a_build_that_fails_closes_its_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[str] = []
-    create = module.create_backend
+    create = module.make_backend
 
-    def watched(name: str, *, threads: int = 1) -> object:
-        backend = create(name, threads=threads)
+    def watched(resolved: Resolved, dtype: Dtype) -> object:
+        backend = create(resolved, dtype)
         close = backend.close
-        monkeypatch.setattr(backend, "close", lambda: (closed.append(name), close()))
+        monkeypatch.setattr(backend, "close", lambda: (closed.append(resolved.device), close()))
         return backend
 
-    monkeypatch.setattr(module, "create_backend", watched)
+    monkeypatch.setattr(module, "make_backend", watched)
     monkeypatch.setattr(module, "load_model", lambda *a, **o: (_ for _ in ()).throw(ModelLoadError("torn")))
     with pytest.raises(ModelLoadError, match="torn"):
         build(make_config(None, kv_tokens=64, device="reference"))

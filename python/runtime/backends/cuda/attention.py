@@ -1,0 +1,249 @@
+"""FlashInfer's attention wrappers: made once for each kind of layer, planned once a step, run once a layer.
+
+    kind (window, soft cap, scale) ──┬─ prefill   any query length; also every windowed layer of a mixed step
+                                     ├─ decode    all rows have one token (tensor cores where several q heads share a kv head)
+                                     ├─ cascade   two or three levels, per part of plan.Layout
+                                     └─ one decode wrapper a bucket, on fixed buffers, for CUDA graphs (graphs.py)
+
+`fi` is the package flashinfer, or a stand-in with its signatures. FA3 or FA2 is FlashInfer's "auto": FA3 on Hopper unless K and V
+are fp8. With `deterministic` every row goes through FA2 prefill with fixed KV splits, whatever its length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phloem.runtime.backends.base import AttentionSpec, KVSpec
+from phloem.runtime.backends.cuda.lanes import Device, Event, Stream
+from phloem.runtime.backends.cuda.plan import Layout, Level, Part
+
+__all__ = ["Attention", "AttentionStep", "Dtypes", "GraphAttention", "Kind", "kind_of", "use_tensor_cores"]
+
+SPLIT_TOKENS = 2048  # keys of one fixed split under `deterministic`
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a plan must know of a layer beside the pages. Layers of one kind share a plan."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int
+    softcap: float
+
+
+def kind_of(spec: AttentionSpec) -> Kind:
+    return Kind(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.scale, spec.window, spec.softcap)
+
+
+def use_tensor_cores(kind: Kind) -> bool:
+    """FlashInfer's CUDA-core decode works on each key once for each q head of its group; from four on tensor cores should win."""
+    return kind.num_heads // kind.num_kv_heads >= 4
+
+
+@dataclass(frozen=True, slots=True)
+class Dtypes:
+    query: torch.dtype
+    kv: torch.dtype
+
+
+def _options(kind: Kind, dtypes: Dtypes) -> dict[str, Any]:
+    """What every plan takes alike. window_left counts the tokens before the own one; -1 is all."""
+    return {
+        "sm_scale": kind.scale,
+        "window_left": kind.window - 1 if kind.window else -1,
+        "logits_soft_cap": kind.softcap or None,
+        "q_data_type": dtypes.query,
+        "kv_data_type": dtypes.kv,
+    }
+
+
+def _host(level: Level) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return (
+        torch.from_numpy(level.qo_indptr),
+        torch.from_numpy(level.kv_indptr),
+        torch.from_numpy(level.kv_indices),
+        torch.from_numpy(level.kv_last_page_len),
+    )
+
+
+class _Planned:
+    """A wrapper, and when its last plan's copies have left the host. FlashInfer writes its pinned plan in place: to plan again
+    before the copy of the plan before it ran would change a step under way."""
+
+    def __init__(self, wrapper: Any) -> None:
+        self.wrapper = wrapper
+        self.event: Event | None = None
+
+    def ready(self) -> Any:
+        if self.event is not None:
+            self.event.wait()
+            self.event = None
+        return self.wrapper
+
+
+class Attention:
+    """One runner's wrappers, made as they are first needed."""
+
+    def __init__(
+        self,
+        fi: Any,
+        device: Device,
+        kv: KVSpec,
+        kinds: Sequence[Kind],
+        dtypes: Dtypes,
+        *,
+        deterministic: bool,
+        workspace_bytes: int,
+    ) -> None:
+        self.fi, self.kv, self.dtypes, self.deterministic, self.device = fi, kv, dtypes, deterministic, device
+        self.kinds = tuple(dict.fromkeys(kinds))
+        self.workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=device.torch_device)
+        self._wrappers: dict[tuple[Kind, str], _Planned] = {}
+
+    def settle(self, layout: Layout) -> AttentionStep:
+        """The wrappers of a step, once each may be planned again. On the host, outside Device.run."""
+        uses = {
+            kind: [(part, self._wrapper(kind, self._role(layout, part))) for part in _parts(kind, layout)]
+            for kind in self.kinds
+        }
+        for planned in (planned for parts in uses.values() for _, planned in parts):
+            planned.ready()
+        return AttentionStep(self, uses)
+
+    def _role(self, layout: Layout, part: Part) -> str:
+        if len(part.levels) > 1:
+            return f"cascade{len(part.levels)}"
+        return "decode" if layout.decode and not self.deterministic else "prefill"
+
+    def _wrapper(self, kind: Kind, role: str) -> _Planned:
+        found = self._wrappers.get((kind, role))
+        if found is None:
+            found = self._wrappers[kind, role] = _Planned(self._make(kind, role))
+        return found
+
+    def _make(self, kind: Kind, role: str) -> Any:
+        if role == "decode":
+            return self.fi.BatchDecodeWithPagedKVCacheWrapper(self.workspace, "NHD", use_tensor_cores=use_tensor_cores(kind))
+        if role == "prefill":
+            return self.fi.BatchPrefillWithPagedKVCacheWrapper(
+                self.workspace, "NHD", backend="fa2" if self.deterministic else "auto"
+            )
+        return self.fi.MultiLevelCascadeAttentionWrapper(int(role[-1]), self.workspace, "NHD")
+
+
+class AttentionStep:
+    """One step's attention. `plan` and `run` are called within Device.run."""
+
+    def __init__(self, owner: Attention, uses: dict[Kind, list[tuple[Part, _Planned]]]) -> None:
+        self._owner, self._uses = owner, uses
+
+    def plan(self) -> None:
+        """Host work of FlashInfer's schedulers, and the copies of what they decided."""
+        for kind, parts in self._uses.items():
+            for part, planned in parts:
+                _plan(self._owner, kind, part, planned.wrapper)
+
+    def planned(self, stream: Stream) -> None:
+        """Right behind `plan`: marks when the plans have left the host."""
+        event = self._owner.device.record(stream)
+        for planned in (planned for parts in self._uses.values() for _, planned in parts):
+            planned.event = event
+
+    def run(self, kind: Kind, q: Tensor, k_pages: Tensor, v_pages: Tensor) -> Tensor:
+        """q [T, heads, dim] in the layout's order; pages [pages + 1, page_size, kv heads, dim]. Returns the shape of q."""
+        parts = self._uses[kind]
+        if len(parts) == 1:
+            out: Tensor = parts[0][1].wrapper.run(q, (k_pages, v_pages))
+            return out
+        return torch.cat([planned.wrapper.run(q[part.first : part.last], (k_pages, v_pages)) for part, planned in parts])
+
+
+def _parts(kind: Kind, layout: Layout) -> list[Part]:
+    if kind.window and len(layout.parts[0].levels) > 1:  # a shared level has no causal mask, so it cannot place a window
+        return [Part(0, int(layout.flat.qo_indptr[-1]), [layout.flat])]
+    return layout.parts
+
+
+def _plan(owner: Attention, kind: Kind, part: Part, wrapper: Any) -> None:
+    heads, kv_heads, dim, page_size = kind.num_heads, kind.num_kv_heads, kind.head_dim, owner.kv.page_size
+    options = _options(kind, owner.dtypes)
+    if len(part.levels) > 1:
+        arrays = [_host(level) for level in part.levels]
+        wrapper.plan(
+            [a[0] for a in arrays], [a[1] for a in arrays], [a[2] for a in arrays], [a[3] for a in arrays],
+            heads, kv_heads, dim, page_size, causal=True, **options,
+        )  # fmt: skip
+        return
+    qo_indptr, kv_indptr, kv_indices, last_page_len = _host(part.levels[0])
+    if isinstance(wrapper, owner.fi.BatchDecodeWithPagedKVCacheWrapper):
+        wrapper.plan(kv_indptr, kv_indices, last_page_len, heads, kv_heads, dim, page_size, **options)
+        return
+    split = max(1, SPLIT_TOKENS // page_size) if owner.deterministic else None
+    wrapper.plan(
+        qo_indptr, kv_indptr, kv_indices, last_page_len, heads, kv_heads, dim, page_size,
+        causal=True, fixed_split_size=split, **options,
+    )  # fmt: skip
+
+
+class GraphAttention:
+    """Decode wrappers of one bucket, on buffers that a graph may hold on to: always `rows` rows.
+
+    pages: room for page ids of all rows."""
+
+    def __init__(
+        self,
+        fi: Any,
+        device: Device,
+        kv: KVSpec,
+        kinds: Sequence[Kind],
+        dtypes: Dtypes,
+        *,
+        rows: int,
+        pages: int,
+        workspace: Tensor,
+    ) -> None:
+        self._kv, self._dtypes, self._device = kv, dtypes, device
+        where = device.torch_device
+        self._wrappers = {
+            kind: _Planned(
+                fi.BatchDecodeWithPagedKVCacheWrapper(
+                    workspace,
+                    "NHD",
+                    use_cuda_graph=True,
+                    use_tensor_cores=use_tensor_cores(kind),
+                    paged_kv_indptr_buffer=torch.zeros(rows + 1, dtype=torch.int32, device=where),
+                    paged_kv_indices_buffer=torch.zeros(pages, dtype=torch.int32, device=where),
+                    paged_kv_last_page_len_buffer=torch.ones(rows, dtype=torch.int32, device=where),
+                )
+            )
+            for kind in kinds
+        }
+
+    def settle(self) -> None:
+        for planned in self._wrappers.values():
+            planned.ready()
+
+    def plan(self, level: Level) -> None:
+        _, kv_indptr, kv_indices, last_page_len = _host(level)
+        for kind, planned in self._wrappers.items():
+            planned.wrapper.plan(
+                kv_indptr, kv_indices, last_page_len, kind.num_heads, kind.num_kv_heads, kind.head_dim, self._kv.page_size,
+                **_options(kind, self._dtypes),
+            )  # fmt: skip
+
+    def planned(self, stream: Stream) -> None:
+        event = self._device.record(stream)
+        for planned in self._wrappers.values():
+            planned.event = event
+
+    def run(self, kind: Kind, q: Tensor, k_pages: Tensor, v_pages: Tensor) -> Tensor:
+        out: Tensor = self._wrappers[kind].wrapper.run(q, (k_pages, v_pages))
+        return out
