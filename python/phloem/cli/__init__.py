@@ -1,18 +1,28 @@
 """The command `phloem`: one file a command. Nothing heavy is imported before a command runs, so `phloem --help` is quick.
 
-main ── typer ── generate.py · chat.py · doctor.py · bench.py ── session.py (the engine, errors) ── flags.py (fields -> flags)
+main ── typer ── generate.py · chat.py · serve.py · doctor.py · bench.py ── session.py (the engine, errors) ── flags.py (fields -> flags)
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from typing import Annotated
 
 import typer
 
-from phloem.cli import bench, chat, doctor, generate
+from phloem.cli import bench, chat, doctor, generate, serve
 
 __all__ = ["app", "main"]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"phloem {version('phloem')}")
+        raise typer.Exit
+
 
 app = typer.Typer(
     name="phloem",
@@ -23,7 +33,18 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for module in (generate, chat, bench, doctor):
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    pass
+
+
+for module in (generate, chat, serve, bench, doctor):
     module.register(app)
 
 
