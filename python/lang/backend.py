@@ -243,6 +243,10 @@ class EngineBackend:
         if not self.self_driven and self._posted is not None:
             self.client.run(self._posted.done)
 
+    def explain(self, token_ids: Sequence[int], namespace: str) -> int:
+        """How many of these tokens the cache would give now (R9)."""
+        return int(self._control("explain", list(token_ids), namespace).num_cached)
+
     def flush(self) -> int:
         return int(self._control("flush"))
 
@@ -255,8 +259,8 @@ class EngineBackend:
             "stats": self._control("stats"),
         }
 
-    def _control(self, verb: Literal["flush", "stats"]) -> Any:
-        future = self.client.call(verb)
+    def _control(self, verb: Literal["flush", "stats", "explain"], *args: Any) -> Any:
+        future = self.client.call(verb, *args)
         if self.self_driven:
             return future.result()
         self.client.run(future.done)

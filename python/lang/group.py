@@ -385,7 +385,8 @@ def run_race(state: State, fns: Sequence[Callable[[State], T]], until: Callable[
     fns = list(fns)
     with Group.of([state], len(fns), caller(), None, "collect") as branches:
         results = branches._session.race([lambda b=b, fn=fn: fn(b) for b, fn in zip(branches, fns)], until)
-        return _winner(results, until, branches)
+        found: T = _winner(results, until, branches)
+        return found
 
 
 def _winner(results: list[Any], until: Callable[[Any], bool], branches: BaseGroup[Any]) -> Any:

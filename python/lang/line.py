@@ -138,8 +138,8 @@ class Line:
                 self._free(piece)
             return
         for piece in pieces:
-            if isinstance(piece, str):
-                self.literal(piece)
+            if not isinstance(piece, int):
+                self.literal(piece if isinstance(piece, str) else piece.text)
                 continue
             self._note(piece)
             opened.add(Drawn((piece,), self.markup.spelling(piece)))

@@ -331,7 +331,8 @@ class Path:
         slot.outputs = [job.output for job in slot.jobs if job.output is not None]
         try:
             for job in slot.jobs:
-                self._check_output(job)
+                if job.output is not None:  # else: another has failed already
+                    self._check_output(job)
             if isinstance(slot.node, Select):
                 self._finish_select(slot, slot.node, self.line)
             else:
@@ -339,6 +340,7 @@ class Path:
                 if not self._finish_gen(slot, slot.node, self.line):
                     return  # another attempt is under way
         except PhloemError as error:
+            self.session.abort(slot.jobs)
             self.fail(error, slot)
             return
         self.end(slot)

@@ -107,7 +107,7 @@ class Run(Generic[T]):
             return None
         from phloem.lang.textline import lacking
 
-        return lacking(node, self._session.backend)
+        return lacking(node, self._session.backend, self.defaults)
 
     # ---- results --------------------------------------------------------------------------------------------------------
 
@@ -266,7 +266,7 @@ class Run(Generic[T]):
             self._abandon(Cancelled("the run was closed."))
             self._raised = self._raised or Cancelled("the run was closed.")
             if self._greenlet is not None and not self._greenlet.dead:
-                import greenlet
+                import greenlet  # type: ignore[import-untyped]
 
                 self._greenlet.parent = greenlet.getcurrent()
                 self._greenlet.throw(greenlet.GreenletExit)
@@ -465,8 +465,14 @@ class Program(Generic[P, T]):
         run.state._path.final = True
         run._session.flush()
 
+    def _body_recorded(self, run: Run[T], args: Sequence[Any], own: Mapping[str, Any]) -> None:
+        """As `_body`; what it recorded is sent when every body of the batch has recorded."""
+        run._value = self.fn(run.state, *args, **own)
+        run._body_done = True
+        run.state._path.final = True
+
     def _start_streaming(self, run: Run[T], args: Sequence[Any], own: Mapping[str, Any]) -> Run[T]:
-        import greenlet
+        import greenlet  # type: ignore[import-untyped]
 
         session = run._session
         session.hub = greenlet.getcurrent()
@@ -538,11 +544,12 @@ class Program(Generic[P, T]):
 
         return plan_of(self, args, kwargs)
 
-    def dry(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Run[T]:
-        """The body, up to its first read, against a client that answers nothing."""
+    def dry_run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Run[T], Plan | None]:
+        """The body, up to its first read, against a client that answers nothing; and where it stopped."""
         own, sampling, how = self._split(kwargs)
         session = self._session(how, dry=True)
         run = self._run(session, 0, sampling, how, _seed({"seed": 0, **how}))
+        stop: Plan | None = None
         try:
             if self.is_async:
                 coroutine = self.fn(run.state, *args, **own)
@@ -552,28 +559,29 @@ class Program(Generic[P, T]):
                     coroutine.close()
             else:
                 self.fn(run.state, *args, **own)
-        except (Plan, StopIteration):
+        except StopIteration:
             pass
+        except Plan as reached:
+            stop = reached
         session.flush()
-        return run
+        error = run._failure()
+        if error is not None:
+            raise error
+        return run, stop
 
     def trace(self, *args: Any, **kwargs: Any) -> Run[T]:
         """SGLang's: the program's nodes, without a backend's answers. A Run that has recorded and read nothing."""
-        return self.dry(args, kwargs)
+        return self.dry_run(args, kwargs)[0]
 
     def cache(self, *args: Any, backend: Any = None, **kwargs: Any) -> int:
         """Compute the prefix that all first requests of this program share, so that later runs find it; how many tokens that is."""
-        run = self.run_prefix(args, {**kwargs, **({"backend": backend} if backend is not None else {})})
-        return run
-
-    def run_prefix(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
         from phloem.lang.plan import warm_prefix
 
-        return warm_prefix(self, args, kwargs)
+        return warm_prefix(self, args, {**kwargs, **({"backend": backend} if backend is not None else {})})
 
     def check(self, backend: Any, *args: Any, **kwargs: Any) -> None:
         """Raise BackendUnsupported, at its line, for what this backend cannot do of the first stage (Z1)."""
-        self.dry(args, {**kwargs, "backend": backend})
+        self.dry_run(args, {**kwargs, "backend": backend})
 
     def bind(self, **kwargs: Any) -> Program[P, T]:
         """The program with some arguments given."""

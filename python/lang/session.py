@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from phloem.lang.backend import Backend, Job, Record
 from phloem.lang.compile import Arranger
+from phloem.lang.ir import caller
 from phloem.runtime.errors import PhloemError, ProgramError, ProgramTimeout
 from phloem.runtime.text.markup import Markup
 
@@ -34,7 +35,14 @@ OUTSIDE_SECONDS = 0.001  # between two looks at a tool that runs in a thread
 
 
 class Plan(BaseException):
-    """A dry session has come to the first read: `plan` has what it wants. Not an Exception, so that programs do not catch it."""
+    """A dry session has come to the first read: `plan` has what it wants. Not an Exception, so that programs do not catch it.
+
+    on: the Slot or Path that is read, None for several.   at: the line that reads.
+    """
+
+    def __init__(self, on: Any, at: str) -> None:
+        super().__init__("a dry run reads nothing")
+        self.on, self.at = on, at
 
 
 class Session:
@@ -118,8 +126,16 @@ class Session:
         if self.outbox:
             jobs, self.outbox = self.outbox, []
             self.stages += 1
-            self.submit(self.arranger.arrange(jobs) if self.compile else jobs)
+            self.submit(self.arranger.arrange(jobs) if self.compile and not self.dry else jobs)
         self._let_go()
+
+    def outbox_preview(self) -> list[Job]:
+        """What the programs have asked for so far and is not sent: for whoever plans how many to start."""
+        while self._dirty:
+            paths, self._dirty = self._dirty, {}
+            for path in paths:
+                self.advance(path)
+        return self.outbox
 
     def submit(self, jobs: Sequence[Job]) -> None:
         now = time.monotonic()
@@ -210,6 +226,11 @@ class Session:
         if self.loop is not None:
             raise ProgramError("a blocking read inside an async program; use `await`, or the async form of the block.")
         while not done():
+            if self.dry:
+                self.flush()
+                if not done():
+                    raise Plan(on, caller())
+                return
             self.pump(done)
 
     def pump(self, done: Callable[[], bool]) -> None:
@@ -218,7 +239,7 @@ class Session:
         if done():
             return
         if self.dry:
-            raise Plan
+            raise Plan(None, caller())
         if not self._events and self._outside and not self.live and not self.arranger.waiting:
             time.sleep(OUTSIDE_SECONDS)
         elif not self._events:
@@ -240,7 +261,7 @@ class Session:
         if self.hub is None:
             self.flush()
         else:
-            import greenlet
+            import greenlet  # type: ignore[import-untyped]
 
             me = greenlet.getcurrent()
         self._outside.append(done)
@@ -269,7 +290,7 @@ class Session:
             on.waiters.append(wake)
 
     def _park(self, done: Callable[[], bool], on: Slot | Path | None) -> None:
-        import greenlet
+        import greenlet  # type: ignore[import-untyped]
 
         me = greenlet.getcurrent()
         if me is self.hub:
@@ -296,7 +317,7 @@ class Session:
 
     def spawn(self, body: Callable[[], Any], ended: Callable[[Any], None]) -> Any:
         """Run `body` on a greenlet, soon. ended(result in a tuple, or the exception) is called there at its end. Only with a hub."""
-        import greenlet
+        import greenlet  # type: ignore[import-untyped]
 
         def run() -> None:
             try:
@@ -316,7 +337,7 @@ class Session:
 
     def gather(self, jobs: Sequence[Callable[[], Any]], limit: int | None, done: Callable[[list[Any]], bool]) -> list[Any]:
         """Run jobs at once, at most `limit`; until done(results so far): None is open, (value,) or an exception is an end."""
-        import greenlet
+        import greenlet  # type: ignore[import-untyped]
 
         me, own_hub = greenlet.getcurrent(), self.hub is None
         if own_hub:
@@ -380,7 +401,7 @@ class Session:
         if self.dry:
             self.flush()
             if not done():
-                raise Plan
+                raise Plan(on, caller())
             return
         loop = asyncio.get_running_loop()
         if self.loop is None:
@@ -402,7 +423,7 @@ class Session:
 
     async def on_loop(self, body: Callable[[], Any]) -> Any:
         """The result of a blocking body, run on a greenlet that this loop resumes."""
-        import greenlet
+        import greenlet  # type: ignore[import-untyped]
 
         ends: list[Any] = []
         self.hub = greenlet.getcurrent()

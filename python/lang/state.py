@@ -225,7 +225,8 @@ class BaseState:
     def _meta(self, slot: Slot) -> dict[str, Any]:
         from phloem.lang.meta import meta_info
 
-        return meta_info(slot, self._path.session.backend.tokenizer)
+        found: dict[str, Any] = meta_info(slot, self._path.session.backend.tokenizer)
+        return found
 
     def _branch(self, n: int, run_at: str) -> tuple[ForkPoint, list[Path], Scope]:
         """n children that leave here. Copies nothing (K1, F1)."""

@@ -7,8 +7,10 @@ computed == unique − fed            and apart: tokens computed for their logit
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 from phloem.lang.backend import Record
 from phloem.lang.compile import _common
@@ -47,6 +49,7 @@ class RunUsage:
 
 
 def usage_of(records: Sequence[Record]) -> RunUsage:
+    """Of records, of one run or of several."""
     done = [r for r in records if r.output is not None]
     prompt = cached = completion = forced = dropped = warmups = scored = 0
     for r in done:
@@ -64,65 +67,55 @@ def usage_of(records: Sequence[Record]) -> RunUsage:
 
 
 def _trie(records: Sequence[Record]) -> tuple[int, int]:
-    """Size of the trie of the prompts, and how many of its tokens some generation fed."""
+    """Size of the trie of the prompts, and how many of its tokens some generation fed before any prompt brought them."""
     spaces: dict[str, list[Record]] = {}
     for r in records:
         spaces.setdefault(r.request.namespace, []).append(r)
     unique = fed = 0
     for each in spaces.values():
-        prompts = sorted({r.request.token_ids for r in each})
-        unique += _size(prompts)
-        # What generations read of their own: paths of prompt + output, less what the model never saw. Their common part with the
-        # prompts' trie, beyond the prompts that they began from.
-        grown = sorted(
-            {(*r.request.token_ids, *r.output.token_ids[: len(r.output.token_ids) - r.num_unfed]) for r in each if r.kind == "gen" and r.output is not None}
-        )  # fmt: skip
-        starts = sorted({r.request.token_ids for r in each})
-        # Tokens of the prompts' trie that are fed = size(trie of prompts ∩ grown) − size(prompts known before they grew).
-        fed += _fed(prompts, grown, {r.request.token_ids for r in each if r.kind == "gen"}, starts)
+        prompts = sorted((r.request.token_ids, r.started) for r in each)
+        unique += _size([ids for ids, _ in prompts])
+        fed += _fed(prompts, [r for r in each if r.kind == "gen"])
     return unique, fed
 
 
 def _size(paths: Sequence[tuple[int, ...]]) -> int:
-    total, before = 0, ()
+    total = 0
+    before: tuple[int, ...] = ()
     for path in paths:
         total += len(path) - _common(before, path, len(before))
         before = path
     return total
 
 
-def _fed(
-    prompts: Sequence[tuple[int, ...]], grown: Sequence[tuple[int, ...]], begun: set[tuple[int, ...]], starts: Sequence[tuple[int, ...]]
-) -> int:  # fmt: skip
-    """Tokens of the prompts' trie that lie on a grown path behind the prompt it began from, each once."""
-    merged = sorted([(p, 0) for p in prompts] + [(g, 1) for g in grown])
-    beginnings = sorted(begun)
-    covered: set[tuple[int, ...]] = set()
-    found = 0
-    # The longest prompt that follows a grown path is one of its neighbours in sorted order.
-    parts: list[tuple[tuple[int, ...], int, int]] = []
-    for at, (path, kind) in enumerate(merged):
-        if kind != 1:
-            continue
-        reach = 0
-        for step in (-1, 1):
-            i = at + step
-            while 0 <= i < len(merged) and merged[i][1] == 1:
+def _fed(prompts: Sequence[tuple[tuple[int, ...], float]], generated: Sequence[Record]) -> int:
+    """Tokens of the prompts' trie that lie behind a prompt on what was generated from it; not those that another prompt, sent before that
+    generation had ended, brought itself.
+    """
+    parts: list[tuple[tuple[int, ...], int]] = []
+    for r in generated:
+        assert r.output is not None
+        ids, own = r.request.token_ids, len(r.request.token_ids)
+        path = (*ids, *r.output.token_ids[: max(0, len(r.output.token_ids) - r.num_unfed)])
+        reach = own
+        at = bisect_left(prompts, (path, -inf))
+        for step, i in ((-1, at - 1), (1, at)):
+            while 0 <= i < len(prompts):
+                other, started = prompts[i]
+                common = _common(path, other, len(path))
+                if common <= own:
+                    break
+                if started >= r.ended:
+                    reach = max(reach, common)
+                else:
+                    own = common
                 i += step
-            if 0 <= i < len(merged):
-                other = merged[i][0]
-                reach = max(reach, _common(path, other, len(path)))
-        own = max((len(b) for b in _prefixes(beginnings, path)), default=0)
         if reach > own:
-            parts.append((path[:reach], own, reach))
-    for path, own, reach in sorted(parts):
-        for end in range(own + 1, reach + 1):
-            key = path[:end]
-            if key not in covered:
-                covered.add(key)
-                found += 1
+            parts.append((path[:reach], own))
+    found, upto = 0, 0
+    before: tuple[int, ...] = ()
+    for path, own in sorted(parts):
+        shared = min(_common(before, path, len(before)), upto)
+        found += max(0, len(path) - max(own, shared))
+        before, upto = path, len(path)
     return found
-
-
-def _prefixes(sorted_paths: Sequence[tuple[int, ...]], path: tuple[int, ...]) -> list[tuple[int, ...]]:
-    return [p for p in sorted_paths if path[: len(p)] == p]
