@@ -39,6 +39,7 @@ NAMES = [
     "InvalidRequestError",
     "KernelError",
     "LimitExceeded",
+    "MismatchError",
     "ModelLoadError",
     "NumericalError",
     "Output",
@@ -48,13 +49,19 @@ NAMES = [
     "ReplayMismatch",
     "RequestError",
     "RequestTimeoutError",
+    "RolloutEngine",
     "SamplingParams",
     "Selection",
+    "StaleVersionError",
     "Stream",
     "TokenLogprob",
     "ToolFailed",
+    "UncommittedWeightsError",
     "UnsupportedModelError",
     "Usage",
+    "WeightLayoutError",
+    "WeightsError",
+    "WeightsInvalidError",
 ]
 
 

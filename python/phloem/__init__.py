@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         InvalidRequestError,
         KernelError,
         LimitExceeded,
+        MismatchError,
         ModelLoadError,
         NumericalError,
         PhloemError,
@@ -45,10 +46,16 @@ if TYPE_CHECKING:
         ReplayMismatch,
         RequestError,
         RequestTimeoutError,
+        StaleVersionError,
         ToolFailed,
+        UncommittedWeightsError,
         UnsupportedModelError,
+        WeightLayoutError,
+        WeightsError,
+        WeightsInvalidError,
     )
     from phloem.runtime.request import Delta, Output, SamplingParams, TokenLogprob, Usage
+    from phloem.runtime.rl.engine import RolloutEngine
 
     __version__: str
 
@@ -76,6 +83,7 @@ __all__ = [
     "InvalidRequestError",
     "KernelError",
     "LimitExceeded",
+    "MismatchError",
     "ModelLoadError",
     "NumericalError",
     "Output",
@@ -85,13 +93,19 @@ __all__ = [
     "ReplayMismatch",
     "RequestError",
     "RequestTimeoutError",
+    "RolloutEngine",
     "SamplingParams",
     "Selection",
+    "StaleVersionError",
     "Stream",
     "TokenLogprob",
     "ToolFailed",
+    "UncommittedWeightsError",
     "UnsupportedModelError",
     "Usage",
+    "WeightLayoutError",
+    "WeightsError",
+    "WeightsInvalidError",
 ]
 
 _HOME = {
@@ -100,6 +114,7 @@ _HOME = {
     "ChoiceScores": "phloem.runtime.engine.select",
     "Engine": "phloem.runtime.engine.sync",
     "EngineConfig": "phloem.runtime.config",
+    "RolloutEngine": "phloem.runtime.rl.engine",
     "Selection": "phloem.runtime.engine.select",
     "Stream": "phloem.runtime.engine.sync",
     **dict.fromkeys(("Delta", "Output", "SamplingParams", "TokenLogprob", "Usage"), "phloem.runtime.request"),

@@ -12,16 +12,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import torch
 
 from phloem.runtime.backends.base import Backend, KVSpec, Limits
 from phloem.runtime.config import Dtype, EngineConfig, Hardware, Resolved, resolve
 from phloem.runtime.engine.core import CoreSettings, EngineCore
+from phloem.runtime.engine.gpu import check_dtype, device_executor, gpu_dtype, make_backend, on_gpu
 from phloem.runtime.engine.grammars import Grammars, vocabulary_of
 from phloem.runtime.engine.textside import Text
-from phloem.runtime.engine.gpu import check_dtype, device_executor, gpu_dtype, make_backend, on_gpu
 from phloem.runtime.errors import ConfigError
 from phloem.runtime.executor.base import Executor
 from phloem.runtime.executor.local import LocalExecutor
@@ -34,7 +34,7 @@ from phloem.runtime.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from phloem.runtime.engine.client import Core
 
-__all__ = ["EngineOptions", "Parts", "Text", "build", "detect_hardware", "load_tokenizer"]
+__all__ = ["EngineOptions", "Parts", "Text", "assemble", "build", "detect_hardware", "load_tokenizer"]
 
 LOGIT_ROWS = 64  # logits buffered at once; more of one step (prompt logprobs) are computed in parts
 
@@ -125,12 +125,52 @@ def build(
     return Parts(core, Text(tokenizer), tokenizer, config, resolved, close)
 
 
+def assemble(
+    config: EngineConfig, backend: Backend, pack: Callable[[Resolved], LoadedModel], opened: OpenModel, tokenizer: Tokenizer | None
+) -> Parts:
+    """An engine around a model that is not a checkpoint: a trainer's. Closes `backend` if it fails.
+
+    pack: the model in `backend`'s form, once it is known how many positions there are.   tokenizer: None, and ids are all there
+    is: no text, no grammars, no stop strings.   Raises ConfigError.
+    """
+    hardware = detect_hardware()
+    text: Any = tokenizer if tokenizer is not None else IdsOnly(opened.config.vocabulary)
+    try:
+        loaded = pack(_resolve(config, hardware, opened.config, 0))
+        resolved = _resolve(config, hardware, opened.config, loaded.weight_bytes)
+        grammars = _grammars(opened, tokenizer) if tokenizer is not None else None
+        core = _core(backend, loaded, resolved, text, grammars)
+    except BaseException:
+        backend.close()
+        raise
+
+    def close() -> None:
+        if grammars is not None:
+            grammars.close()
+        backend.close()
+
+    return Parts(core, Text(text), text, config, resolved, close)
+
+
+class IdsOnly:
+    """Stands where a tokenizer would: every id of the model's width is a token, and none has a text."""
+
+    def __init__(self, width: int) -> None:
+        self.vocab_size = width
+        self.eos_ids = frozenset[int]()
+
+    def __getattr__(self, name: str) -> Any:
+        raise ConfigError(
+            f"this engine was made without a tokenizer, and {name} needs one: pass tokenizer= when you make it.", param="tokenizer"
+        )
+
+
 def _grammars(opened: OpenModel, tokenizer: Tokenizer) -> Grammars:
     ends = frozenset(tokenizer.eos_ids) | frozenset(opened.eos_ids)
     return Grammars(lambda: vocabulary_of(tokenizer, ends, opened.config.vocabulary), tokenizer.eos_id)
 
 
-def _core(backend: Backend, loaded: LoadedModel, resolved: Resolved, tokenizer: Tokenizer, grammars: Grammars) -> EngineCore:
+def _core(backend: Backend, loaded: LoadedModel, resolved: Resolved, tokenizer: Tokenizer, grammars: Grammars | None) -> EngineCore:
     kv, limits, max_running = kv_spec(loaded.config, resolved), limits_of(resolved), resolved.config.max_running
     executor: Executor
     if backend.name == "cuda":

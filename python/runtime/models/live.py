@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -228,6 +229,7 @@ class LiveWeights:
             assert isinstance(value, Tensor)
             at = sum(piece.shape[0] for piece in slot.pieces[:i])
             return value[at : at + slot.pieces[i].shape[0]].float().clone()
+        assert not isinstance(value, Tensor)
         shape = slot.pieces[i].shape
         at = sum(piece.shape[0] for piece in slot.pieces[:i])
         return torch.cat(
@@ -317,7 +319,7 @@ class LiveWeights:
 
 
 def _raw(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.contiguous().numpy()).cast("B")
+    return memoryview(tensor.contiguous().numpy().view(np.uint8)).cast("B")
 
 
 def _layout(offenders: Sequence[str]) -> WeightLayoutError:

@@ -1,1 +1,1 @@
-"""The rollout engine: a trainer's weights, versioned caches, samples with both log-probabilities."""
+"""The rollout engine inside a training loop: see rl/engine.py. Imports torch when a name is used, not before."""
