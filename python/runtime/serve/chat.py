@@ -60,6 +60,8 @@ async def chat(context: Context, raw_body: bytes) -> Response:
     reader, lowered = turn_reader(context.prompts, body, turns, lowered, notes)
     handle = flow.take_handle(context, agreed(body, "request_id"))
     ids = await context.prompts.encode_turns(turns, bool(body.add_special_tokens))
+    if agreed(body, "separate_reasoning") is not False:
+        reader.think(context.prompts, ids)
     sampling = lowered.fit(context.model, len(ids), notes)
 
     job = context.job()

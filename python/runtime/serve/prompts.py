@@ -73,6 +73,11 @@ class Prompts:
     def _names_read(self) -> frozenset[str]:
         return frozenset(names_read(self.template)) if self.template is not None else frozenset()
 
+    @cached_property
+    def thinks(self) -> bool:
+        """Whether the template knows thoughts."""
+        return "</think>" in (self.template or "")
+
     # ---- raw text -------------------------------------------------------------------------------------------------------
 
     async def encode(self, text: str, add_special_tokens: bool, param: str) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ The tool format both makes the grammar and reads the text (T9), so that reading 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,7 +18,7 @@ from msgspec import UNSET
 from phloem.runtime.request import Output
 from phloem.runtime.serve import wire
 from phloem.runtime.serve.body import Notes, truth_of
-from phloem.runtime.serve.lower import Constraint, Lowered, agreed
+from phloem.runtime.serve.lower import Constraint, Lowered
 from phloem.runtime.serve.prompts import Prompts, Turns
 from phloem.runtime.text.tools.base import ArgumentsDelta, CallParser, CallPlan, CallStart, ContentDelta, choice_of
 
@@ -46,8 +46,8 @@ Said = Spoken | Thoughts | Calls
 
 
 class Turn(Protocol):
-    num_calls: int
-
+    @property
+    def num_calls(self) -> int: ...
     def push(self, text: str) -> list[Said]: ...
     def end(self) -> list[Said]: ...
     def message(self) -> wire.ReplyMessage: ...
@@ -105,14 +105,107 @@ class CallingTurn(PlainTurn):
         return wire.ReplyMessage(content=reply.content if reply.content or not calls else None, tool_calls=calls or UNSET)
 
 
-class TurnReader:
-    """Makes a Turn for each choice.   dropped: (where, keyword) of tools' schemas that are not enforced."""
+class ThinkingTurn:
+    """A turn that may think first: `<think>…</think>`, then another turn.
 
-    def __init__(self, make: Callable[[], Turn], dropped: tuple[tuple[str, str], ...] = ()) -> None:
+    opened: the prompt has the opening mark already.   Blanks around the thoughts belong to the marks, and are shown in neither.
+    """
+
+    OPEN, CLOSE = "<think>", "</think>"
+
+    def __init__(self, inner: PlainTurn, opened: bool, close_id: int | None) -> None:
+        self._inner, self._close_id = inner, close_id
+        self._state = "thinking" if opened else "start"
+        self._held = ""
+        self._fresh = opened  # blanks behind the mark are still to be dropped
+        self._thoughts: list[str] = []
+
+    @property
+    def num_calls(self) -> int:
+        return self._inner.num_calls
+
+    def push(self, text: str) -> list[Said]:
+        if self._state == "speaking" and not self._fresh:
+            return self._inner.push(text)
+        self._held += text
+        return self._read(last=False)
+
+    def end(self) -> list[Said]:
+        return [*self._read(last=True), *self._inner.end()]
+
+    def _read(self, last: bool) -> list[Said]:
+        said: list[Said] = []
+        if self._state == "start":
+            text = self._held.lstrip()
+            if text.startswith(self.OPEN):
+                self._state, self._fresh, self._held = "thinking", True, text[len(self.OPEN) :]
+            elif not last and self.OPEN.startswith(text):
+                return said
+            else:
+                self._state = "speaking"
+        if self._state == "thinking":
+            said += self._think(last)
+        if self._state == "speaking":
+            if self._fresh:
+                self._held = self._held.lstrip("\n")
+                self._fresh = not self._held and not last
+            text, self._held = self._held, ""
+            said += self._inner.push(text) if text else []
+        return said
+
+    def _think(self, last: bool) -> list[Said]:
+        if self._fresh:
+            self._held = self._held.lstrip("\n")
+            self._fresh = not self._held
+        thought, mark, rest = self._held.partition(self.CLOSE)
+        if mark:
+            self._state, self._fresh, self._held = "speaking", True, rest
+            thought = thought.rstrip("\n")
+        elif last:
+            self._held = ""
+        else:
+            keep = next((n for n in range(len(self.CLOSE) - 1, 0, -1) if thought.endswith(self.CLOSE[:n])), 0)
+            certain = thought[: len(thought) - keep].rstrip("\n")
+            self._held, thought = thought[len(certain) :], certain
+        if not thought:
+            return []
+        self._thoughts.append(thought)
+        return [Thoughts(thought)]
+
+    def message(self) -> wire.ReplyMessage:
+        message = self._inner.message()
+        if self._thoughts:
+            message.reasoning_content = message.reasoning = "".join(self._thoughts)
+        return message
+
+    def num_thought_tokens(self, output: Output) -> int:
+        """Up to the closing mark, where that is a token; all of them while it has not come."""
+        if not self._thoughts:
+            return 0
+        if self._close_id in output.token_ids:
+            return output.token_ids.index(self._close_id) + 1
+        return len(output.token_ids) if self._state == "thinking" else 0
+
+
+class TurnReader:
+    """Makes a Turn for each choice.   dropped: (where, keyword) of tools' schemas that are not enforced.   thinks: None where
+    thoughts are not told apart; else whether the prompt has opened them."""
+
+    def __init__(self, make: Callable[[], PlainTurn], dropped: tuple[tuple[str, str], ...] = ()) -> None:
         self._make, self.dropped = make, dropped
+        self.thinks: bool | None = None
+        self.close_id: int | None = None
 
     def __call__(self) -> Turn:
-        return self._make()
+        inner = self._make()
+        return inner if self.thinks is None else ThinkingTurn(inner, self.thinks, self.close_id)
+
+    def think(self, prompts: Prompts, ids: Sequence[int]) -> None:
+        """The model's template knows thoughts: tell them apart, from where this prompt ends."""
+        if prompts.thinks:
+            tail = prompts.tokenizer.decode(ids[-8:], skip_special_tokens=False).rstrip()
+            self.thinks = tail.endswith(ThinkingTurn.OPEN)
+            self.close_id = prompts.tokenizer.token_to_id(ThinkingTurn.CLOSE)
 
 
 def turn_reader(prompts: Prompts, body: wire.Chat, turns: Turns, lowered: Lowered, notes: Notes) -> tuple[TurnReader, Lowered]:
@@ -120,7 +213,6 @@ def turn_reader(prompts: Prompts, body: wire.Chat, turns: Turns, lowered: Lowere
 
     Raises InvalidRequestError or GrammarError, 400.
     """
-    agreed(body, "separate_reasoning")
     raw = bytes(body.tool_choice)
     choice = choice_of(truth_of(body.tool_choice, "tool_choice") if raw else None, turns.tools)
     plan: CallPlan | None = None
@@ -138,7 +230,12 @@ def turn_reader(prompts: Prompts, body: wire.Chat, turns: Turns, lowered: Lowere
         plan = prompts.tool_format.plan(choice, parallel=body.parallel_tool_calls is not False, content=content, **options)
     if plan is None:
         return TurnReader(PlainTurn), lowered
+    for where, keyword in plan.dropped:
+        notes.warnings[f"dropped.{where}"] = keyword
     sampling = lowered.sampling
+    if choice.mode == "required" and sampling.stop:  # T3: never inside JSON
+        sampling = msgspec.structs.replace(sampling, stop=())
+        notes.ignored.add("stop")
     if not plan.skip_special_tokens:
         sampling = msgspec.structs.replace(sampling, skip_special_tokens=False)
     constrained = Lowered(
@@ -152,7 +249,7 @@ def turn_reader(prompts: Prompts, body: wire.Chat, turns: Turns, lowered: Lowere
     )
     found = plan
 
-    def make() -> Turn:
+    def make() -> PlainTurn:
         return CallingTurn(found.parser())
 
     return TurnReader(make, plan.dropped), constrained
