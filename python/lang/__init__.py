@@ -55,6 +55,9 @@ if TYPE_CHECKING:
     from phloem.lang.run import Program, Run, function
     from phloem.lang.state import AsyncState, State
     from phloem.lang.stream import Done, Partial, Token, ToolArgs
+    from phloem.lang.testing import Scripted, byte_tokenizer
+    from phloem.lang.tools import Call, Reply, as_tool, react
+    from phloem.lang.trace import Replay, Trace
     from phloem.lang.types import FloatRange, IntRange
     from phloem.lang.usage import RunUsage, usage_of
 
@@ -73,6 +76,9 @@ _HOME = {
     **dict.fromkeys(("Program", "Run", "function"), "run"),
     **dict.fromkeys(("AsyncState", "State"), "state"),
     **dict.fromkeys(("Done", "Partial", "Token", "ToolArgs"), "stream"),
+    **dict.fromkeys(("Scripted", "byte_tokenizer"), "testing"),
+    **dict.fromkeys(("Call", "Reply", "as_tool", "react"), "tools"),
+    **dict.fromkeys(("Replay", "Trace"), "trace"),
     **dict.fromkeys(("FloatRange", "IntRange"), "types"),
     **dict.fromkeys(("RunUsage", "usage_of"), "usage"),
 }  # fmt: skip
@@ -90,6 +96,7 @@ __all__ = [
     "AsyncGroup",
     "AsyncState",
     "Backend",
+    "Call",
     "Capabilities",
     "ChoiceScore",
     "Done",
@@ -99,15 +106,21 @@ __all__ = [
     "IntRange",
     "Partial",
     "Program",
+    "Replay",
+    "Reply",
     "Run",
     "RunUsage",
+    "Scripted",
     "Select",
     "State",
     "Token",
     "ToolArgs",
+    "Trace",
+    "as_tool",
     "assistant",
     "assistant_begin",
     "assistant_end",
+    "byte_tokenizer",
     "flush_cache",
     "fork_each",
     "function",
@@ -119,6 +132,7 @@ __all__ = [
     "greedy_token_selection",
     "limits",
     "plain",
+    "react",
     "ref",
     "role",
     "select",
