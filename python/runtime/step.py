@@ -145,6 +145,7 @@ class RowFailure:
 class StepResult:
     """sampled: one for each SampleRow that drew.   scored: request id -> logprobs of its row's targets, in order.
 
+    device_seconds: that the step took.   stall_seconds: that the device had nothing to do before it, waiting for the host.
     failed: an exception of the forward itself; then nothing that this step wrote can be trusted, and the lists are empty.
     """
 
@@ -154,3 +155,4 @@ class StepResult:
     failures: list[RowFailure] = field(default_factory=list)
     failed: Exception | None = None
     device_seconds: float = 0.0
+    stall_seconds: float = 0.0

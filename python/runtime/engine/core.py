@@ -329,6 +329,8 @@ class EngineCore:
             forced=self._forced,
             dropped=self._dropped,
             violations=self._violations,
+            device_seconds=self._pipeline.device_seconds,
+            stall_seconds=self._pipeline.stall_seconds,
         )
 
     def check(self) -> None:

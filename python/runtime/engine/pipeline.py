@@ -24,6 +24,7 @@ class _Launched:
 class Pipeline:
     def __init__(self, executor: Executor) -> None:
         self.executor = executor
+        self.device_seconds = self.stall_seconds = 0.0
         self._flying: list[_Launched] = []
 
     def __len__(self) -> int:
@@ -68,4 +69,6 @@ class Pipeline:
             result = self.executor.collect(launched.ticket)
         except Exception as error:
             return StepResult(step, failed=error)
+        self.device_seconds += result.device_seconds
+        self.stall_seconds += result.stall_seconds
         return result if launched.error is None else StepResult(step, failed=launched.error)

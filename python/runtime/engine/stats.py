@@ -21,7 +21,8 @@ class EngineStats:
     pages_*: every page is in one of the three (P2).   wasted_slots: slots allocated to running sequences and not in use.
     surplus_tokens: drawn beyond an end, never delivered.   oldest_wait_*: of the longest waiting request, in served tokens (the
     clock of ageing) and in the caller's seconds.   grammar_fill_seconds: of the loop, for grammar_fills masks; grammar_compile_seconds:
-    of compiling, off the loop.   violations: page accounting that had to be rebuilt: bugs of ours.
+    of compiling, off the loop.   device_seconds: of steps; device_stall_seconds: between steps, when the device waited for the host
+    although there was work (0 where the host is the device).   violations: page accounting that had to be rebuilt: bugs of ours.
     """
 
     prefill_tokens: int = 0
@@ -61,6 +62,8 @@ class EngineStats:
     grammar_compile_seconds: float = 0.0
     grammar_cache_hits: int = 0
     grammar_cache_misses: int = 0
+    device_seconds: float = 0.0
+    device_stall_seconds: float = 0.0
     weights_version: int = 0
     violations: int = 0
 
@@ -76,6 +79,8 @@ def collect_stats(
     forced: int,
     dropped: int,
     violations: int,
+    device_seconds: float,
+    stall_seconds: float,
 ) -> EngineStats:
     c, cache = scheduler.counters, scheduler.cache
     live = wasted = 0
@@ -122,6 +127,8 @@ def collect_stats(
         grammar_compile_seconds=grammar.compile_seconds,
         grammar_cache_hits=grammar.cache_hits,
         grammar_cache_misses=grammar.cache_misses,
+        device_seconds=device_seconds,
+        device_stall_seconds=stall_seconds,
         weights_version=scheduler.version,
         violations=violations,
     )

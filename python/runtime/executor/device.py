@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from phloem.runtime.backends.base import Model
 from phloem.runtime.backends.cuda.lanes import Event
 from phloem.runtime.backends.cuda.runner import CudaRunner
 from phloem.runtime.errors import EngineClosedError
@@ -140,6 +141,10 @@ class DeviceExecutor:
         self.device.synchronize()
         self._broken = None
 
+    def serve(self, model: Model) -> None:
+        """Another model of the same shape from the next step on, over the same pages. Nothing is in flight."""
+        self._runner.rebind(model)
+
     def close(self) -> None:
         """Idempotent."""
         self._closed = True
@@ -242,7 +247,8 @@ class DeviceExecutor:
         result.device_seconds = ticket.end.seconds_since(ticket.start)
         self.device_seconds += result.device_seconds
         if ticket.behind is not None and ticket.behind.end is not None and ticket.behind.result.failed is None:
-            self.device_stall_seconds += max(0.0, ticket.start.seconds_since(ticket.behind.end))
+            result.stall_seconds = max(0.0, ticket.start.seconds_since(ticket.behind.end))
+            self.device_stall_seconds += result.stall_seconds
         for scored in ticket.scored:
             self._read_scores(scored, result)
         if ticket.draw is not None:

@@ -266,3 +266,21 @@ def test_an_empty_plan_and_close(folder: Path) -> None:
     executor.close()
     with pytest.raises(EngineClosedError):
         executor.launch(StepPlan(2))
+
+
+def test_the_stats_say_how_long_the_device_waited_for_the_host(folder: Path) -> None:
+    """device_stall_seconds: between steps of which the second was launched before the first was collected, and there alone."""
+    executor = on_device(folder, FakeDevice(0, eagerness=0.0))
+    settings = CoreSettings(
+        page_size=PAGE, num_pages=PAGES, max_context=64, vocab_size=VOCAB - 3, width=VOCAB, max_running=RUNNING, max_step_tokens=LIMITS.max_tokens,
+        eos_ids=frozenset({2}), seed=0, overlap=True,
+    )  # fmt: skip
+    core = EngineCore(settings, executor)
+    core.add(Request(id="a", token_ids=(5, 6), sampling=SamplingParams(max_tokens=6, ignore_eos=True)))
+    while core.has_work:
+        core.step()
+    stats = core.stats()
+    assert stats.device_seconds == executor.device_seconds > 0
+    assert stats.device_stall_seconds == executor.device_stall_seconds > 0
+    # The fake's clock ticks once an operation: a stall is the marks between one step's end and the next one's start.
+    assert stats.device_stall_seconds < stats.device_seconds

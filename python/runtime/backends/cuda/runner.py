@@ -104,18 +104,17 @@ class CudaRunner:
         self.graph_steps = self.eager_steps = 0
         self.reasons: Counter[str] = Counter()
         self._no_slots = torch.zeros(1, dtype=torch.int32, device=device.torch_device)
-        self.graphs = DecodeGraphs(bucket_sizes(limits.max_rows) if options.graph_bytes and not options.deterministic else ())
+        self._fi, self._dtypes = fi, dtypes
+        self.graphs = DecodeGraphs(())
         self.warm_up()
-        if self.graphs.sizes:
-            workspace = self._attention.workspace
+        self._capture()
 
-            def make(rows: int) -> GraphAttention:
-                pages = min(limits.max_pages, kv.num_pages * rows) + rows
-                return GraphAttention(
-                    fi, device, kv, self._attention.kinds, dtypes, rows=rows, pages=pages, workspace=workspace
-                )
-
-            self.graphs.capture(device, self.stream, make, self._forward_batch, kv, options.graph_bytes)
+    def rebind(self, model: Model) -> None:
+        """Another model of the same shape over the same pages, its weights elsewhere. Nothing is in flight. Captures anew: graphs hold
+        on to addresses."""
+        assert [kind_of(s) for s in specs_of(model)] == self._kinds, "not a model of this shape"
+        self.model = model
+        self._capture()
 
     # ---------------------------------------------------------------------------------------------------- the two halves
 
@@ -204,6 +203,19 @@ class CudaRunner:
         self.reasons.clear()
 
     # ---------------------------------------------------------------------------------------------------------- inside
+
+    def _capture(self) -> None:
+        options, spec = self.options, self.kv.spec
+        self.graphs = DecodeGraphs(
+            bucket_sizes(self.limits.max_rows) if options.graph_bytes and not options.deterministic else ()
+        )
+        self.graphs.capture(self.device, self.stream, self._graph_attention, self._forward_batch, spec, options.graph_bytes)
+
+    def _graph_attention(self, rows: int) -> GraphAttention:
+        pages = min(self.limits.max_pages, self.kv.spec.num_pages * rows) + rows
+        return GraphAttention(
+            self._fi, self.device, self.kv.spec, self._attention.kinds, self._dtypes, rows=rows, pages=pages, workspace=self._attention.workspace
+        )  # fmt: skip
 
     def _choose(self, batch: ForwardBatch, layout: Layout) -> tuple[Bucket | None, str]:
         if self.options.deterministic:
