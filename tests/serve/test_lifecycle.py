@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ def complete(process: Process, **fields: Any) -> httpx.Response:
 class Streaming(threading.Thread):
     """A client that reads a stream to its end. text: what came; over: whether the body ended in order."""
 
-    def __init__(self, process: Process, headers: dict[str, str] = {}, **fields: Any) -> None:
+    def __init__(self, process: Process, headers: Mapping[str, str] = {}, **fields: Any) -> None:
         super().__init__(daemon=True)
         self.url, self.headers, self.fields = process.url, headers, {**LONG, **fields}
         self.began, self.text, self.status, self.error = threading.Event(), "", 0, ""
@@ -239,7 +239,7 @@ def test_a_slow_reader_slows_nobody(shared: Process) -> None:
     body = json.dumps({**LONG, "stream": True, "max_tokens": 600, "logprobs": 5}).encode()
     with socket.create_connection(("127.0.0.1", port)) as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        request = f"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\nauthorization: Bearer {KEY}\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"  # noqa: E501
+        request = f"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\nauthorization: Bearer {KEY}\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
         slow.sendall(request.encode() + body)
         fast = complete(shared, prompt="[[quick]]")
         assert fast.json()["choices"][0]["text"] == "quick"

@@ -267,7 +267,7 @@ class Lifecycle:
         """One token: buffers are touched and code paths imported before a client waits for them."""
         sink = _Once(self._loop)
         sampling = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, logprobs="model")
-        client.submit([(Request(id="warm-up", token_ids=(1, 2, 3), sampling=sampling, namespace="warm-up"), sink)], atomic=True)
+        client.submit([(Request(id="warm-up", token_ids=(0,), sampling=sampling, namespace="warm-up"), sink)], atomic=True)
         await sink.over
         with contextlib.suppress(PhloemError):
             await asyncio.wrap_future(client.call("flush"))
