@@ -75,4 +75,4 @@ def scripted(options: Mapping[str, Any], report: Report) -> Made:
         max_running=config.max_running, max_step_tokens=config.max_step_tokens, seed=config.seed,
     )  # fmt: skip
     core = EngineCore(settings, executor, grammar=grammars)
-    return Made(core, resolved, width, "abcd1234", "scripted", grammars.close)
+    return Made(core, resolved, width, "abcd1234", "scripted", grammars.close, grammars)

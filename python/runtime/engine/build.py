@@ -74,6 +74,7 @@ class Parts:
     config: EngineConfig
     resolved: Resolved
     on_close: Callable[[], None]
+    grammars: Grammars | None = None
 
 
 def build(
@@ -122,11 +123,15 @@ def build(
         grammars.close()
         backend.close()
 
-    return Parts(core, Text(tokenizer), tokenizer, config, resolved, close)
+    return Parts(core, Text(tokenizer), tokenizer, config, resolved, close, grammars)
 
 
 def assemble(
-    config: EngineConfig, backend: Backend, pack: Callable[[Resolved], LoadedModel], opened: OpenModel, tokenizer: Tokenizer | None
+    config: EngineConfig,
+    backend: Backend,
+    pack: Callable[[Resolved], LoadedModel],
+    opened: OpenModel,
+    tokenizer: Tokenizer | None,
 ) -> Parts:
     """An engine around a model that is not a checkpoint: a trainer's. Closes `backend` if it fails.
 
@@ -149,7 +154,7 @@ def assemble(
             grammars.close()
         backend.close()
 
-    return Parts(core, Text(text), text, config, resolved, close)
+    return Parts(core, Text(text), text, config, resolved, close, grammars)
 
 
 class IdsOnly:
@@ -161,7 +166,8 @@ class IdsOnly:
 
     def __getattr__(self, name: str) -> Any:
         raise ConfigError(
-            f"this engine was made without a tokenizer, and {name} needs one: pass tokenizer= when you make it.", param="tokenizer"
+            f"this engine was made without a tokenizer, and {name} needs one: pass tokenizer= when you make it.",
+            param="tokenizer",
         )
 
 
@@ -170,7 +176,9 @@ def _grammars(opened: OpenModel, tokenizer: Tokenizer) -> Grammars:
     return Grammars(lambda: vocabulary_of(tokenizer, ends, opened.config.vocabulary), tokenizer.eos_id)
 
 
-def _core(backend: Backend, loaded: LoadedModel, resolved: Resolved, tokenizer: Tokenizer, grammars: Grammars | None) -> EngineCore:
+def _core(
+    backend: Backend, loaded: LoadedModel, resolved: Resolved, tokenizer: Tokenizer, grammars: Grammars | None
+) -> EngineCore:
     kv, limits, max_running = kv_spec(loaded.config, resolved), limits_of(resolved), resolved.config.max_running
     executor: Executor
     if backend.name == "cuda":

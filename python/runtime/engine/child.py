@@ -38,6 +38,7 @@ from phloem.runtime.errors import ConfigError, EngineDeadError, PhloemError
 from phloem.runtime.request import OutputDelta, Request, WireError
 
 if TYPE_CHECKING:
+    from phloem.runtime.engine.grammars import Grammars
     from phloem.runtime.models.loader import OpenModel
     from phloem.runtime.scheduler.sequence import Sequence as Live
 
@@ -60,7 +61,10 @@ class Report(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """An engine that a factory made. close: frees what the core does not own, after the core was closed."""
+    """An engine that a factory made. close: frees what the core does not own, after the core was closed.
+
+    grammars: whose compiling and filling is timed, or None.
+    """
 
     core: EngineCore
     resolved: Resolved
@@ -68,6 +72,7 @@ class Made:
     fingerprint: str
     device_name: str
     close: Callable[[], None]
+    grammars: Grammars | None = None
 
 
 def load(options: Mapping[str, Any], report: Report) -> Made:
@@ -87,7 +92,7 @@ def load(options: Mapping[str, Any], report: Report) -> Made:
     assert isinstance(parts.core, EngineCore)
     variant = supported_variants()[-1] if parts.resolved.device == "cpu" else ""
     word = fingerprint(hashing[0].hexdigest(), config.dtype, parts.resolved.kv_dtype, parts.resolved.device, variant)
-    return Made(parts.core, parts.resolved, parts.core.settings.vocab_size, word, variant, parts.on_close)
+    return Made(parts.core, parts.resolved, parts.core.settings.vocab_size, word, variant, parts.on_close, parts.grammars)
 
 
 def fingerprint(*parts: str) -> str:
@@ -206,8 +211,10 @@ class Relay:
 class Watched:
     """An EngineCore whose steps and requests are timed. What it does not name is the core's own."""
 
-    def __init__(self, core: EngineCore, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._core, self._clock = core, clock
+    def __init__(
+        self, core: EngineCore, grammars: Grammars | None = None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._core, self._grammars, self._clock = core, grammars, clock
         self.steps: list[tuple[float, int]] = []
         self._tokens = 0
         self._added: dict[str, _Life] = {}
@@ -273,13 +280,16 @@ class Watched:
         return timings
 
     def beat(self, dropped_frames: int) -> wire.Beat:
-        waiting = self._core.scheduler.waiting
+        waiting, grammars = self._core.scheduler.waiting, self._grammars
+        times = grammars.times() if grammars is not None else (None, {})
         return wire.Beat(
             stats=self._core.stats(),
             pages_leased=self._pages_leased(),
             waiting_grammar=sum(q.compiling for q in waiting),
             waiting_preempted=sum(q.preempted for q in waiting),
             dropped_frames=dropped_frames,
+            compile_times=times[0],
+            fill_times=times[1],
         )
 
     def _pages_leased(self) -> int:
@@ -395,7 +405,7 @@ def _run(inward: zmq.Socket[bytes], outward: zmq.Socket[bytes]) -> int:
     made: Made = getattr(importlib.import_module(module), function)(launch.options, reporter)
     gc.collect()
     gc.freeze()  # what is loaded stays: no collection needs to walk it again
-    watched = Watched(made.core)
+    watched = Watched(made.core, made.grammars)
     outbox = Outbox(outward.send, watched)
     client = InprocClient(watched, on_close=made.close, on_turn=outbox.turn, turn_seconds=BEAT_SECONDS)
     hello = wire.Hello(made.resolved, made.vocab_size, made.fingerprint, made.device_name, reporter.end(), os.getpid())

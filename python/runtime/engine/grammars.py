@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from phloem.runtime.engine.compiling import GrammarCounters
+from phloem.runtime.engine.compiling import COMPILE_BOUNDS, FILL_BOUNDS, GrammarCounters, Times
 from phloem.runtime.errors import EngineClosedError, GrammarError
 from phloem.runtime.grammar.audit import AUDIT_VERSION, AUDITED, route
 from phloem.runtime.grammar.base import (
@@ -84,6 +84,8 @@ class Grammars:
         self._threads, self._pool = threads, None
         self._workers = Workers(self.vocabulary, self._limits)
         self._fills, self._fill_seconds, self._compile_seconds = 0, 0.0, 0.0
+        self._refused = self._timeouts = 0
+        self._compile_times, self._fill_times = Times.of(COMPILE_BOUNDS), dict[str, Times]()
         self._closed = False
 
     _vocabulary: Vocabulary | None
@@ -107,7 +109,19 @@ class Grammars:
         return pending
 
     def counters(self) -> GrammarCounters:
-        return GrammarCounters(self._fill_seconds, self._compile_seconds, self._fills, self.cache.hits, self.cache.misses)
+        return GrammarCounters(
+            self._fill_seconds,
+            self._compile_seconds,
+            self._fills,
+            self.cache.hits,
+            self.cache.misses,
+            self._refused,
+            self._timeouts,
+        )
+
+    def times(self) -> tuple[Times, dict[str, Times]]:
+        """How long compiling took, and filling a mask by backend."""
+        return self._compile_times, self._fill_times
 
     def close(self) -> None:
         """Stop compiling. What is pending fails with EngineClosedError."""
@@ -150,7 +164,7 @@ class Grammars:
             pending.fail(error)
 
     def _compile(self, key: str, spec: GrammarSpec) -> None:
-        start = time.perf_counter()
+        start, killed = time.perf_counter(), self._workers.killed
         vetting: Vetting | None = None
         compiled: Served | None = None
         try:
@@ -160,9 +174,12 @@ class Grammars:
                 vetting = self._workers.vet(spec)
                 compiled = serve(vetting.route, self.vocabulary(), self._limits, _quickly)
         except Exception as error:
+            self._refused += 1
+            self._timeouts += self._workers.killed > killed
             self.cache.reject(key, error)
         else:
             self.cache.resolve(key, compiled)
+        self._compile_times.add(time.perf_counter() - start)
         self._compile_seconds += time.perf_counter() - start
         if vetting is not None:
             static = vetting.static()  # also gives the worker back
@@ -252,8 +269,11 @@ class Timed:
     def fill(self, row: NDArray[np.int32]) -> None:
         start = time.perf_counter()
         self._cursor.fill(row)
-        self._count(time.perf_counter() - start)
-        self._service._fills += 1
+        seconds = time.perf_counter() - start
+        service, name = self._service, self.report.backend
+        service._fill_times.setdefault(name, Times.of(FILL_BOUNDS)).add(seconds)
+        service._fills += 1
+        self._count(seconds)
 
     def accept(self, token: int) -> bool:
         return self._cursor.accept(token)

@@ -62,6 +62,8 @@ class EngineStats:
     grammar_compile_seconds: float = 0.0
     grammar_cache_hits: int = 0
     grammar_cache_misses: int = 0
+    grammar_refused: int = 0
+    grammar_timeouts: int = 0
     device_seconds: float = 0.0
     device_stall_seconds: float = 0.0
     weights_version: int = 0
@@ -127,6 +129,8 @@ def collect_stats(
         grammar_compile_seconds=grammar.compile_seconds,
         grammar_cache_hits=grammar.cache_hits,
         grammar_cache_misses=grammar.cache_misses,
+        grammar_refused=grammar.refused,
+        grammar_timeouts=grammar.timeouts,
         device_seconds=device_seconds,
         device_stall_seconds=stall_seconds,
         weights_version=scheduler.version,

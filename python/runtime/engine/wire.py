@@ -15,6 +15,7 @@ import msgspec
 
 from phloem.runtime.cache.prefix import Explanation
 from phloem.runtime.config import Resolved
+from phloem.runtime.engine.compiling import Times
 from phloem.runtime.engine.stats import EngineStats
 from phloem.runtime.errors import PhloemError
 from phloem.runtime.request import OutputDelta, Request, WireError
@@ -132,7 +133,7 @@ class Timing(msgspec.Struct, frozen=True):
 class Beat(msgspec.Struct, frozen=True):
     """What the loop says of itself. waiting_*: parts of stats.waiting.   dropped_frames: that did not decode, ever.
 
-    pages_leased: pages of the tree that running requests read.
+    pages_leased: pages of the tree that running requests read.   compile_times, fill_times: of grammars, by backend.
     """
 
     stats: EngineStats
@@ -140,6 +141,8 @@ class Beat(msgspec.Struct, frozen=True):
     waiting_grammar: int
     waiting_preempted: int
     dropped_frames: int
+    compile_times: Times | None = None
+    fill_times: dict[str, Times] = {}
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True):

@@ -14,6 +14,8 @@ from typing import Literal
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from phloem.runtime.engine.compiling import COMPILE_BOUNDS, FILL_BOUNDS, Times
+
 __all__ = ["TABLE", "Row", "Store"]
 
 PREFIX = "phloem_"
@@ -42,9 +44,8 @@ def _each(*words: str) -> tuple[tuple[str, ...], ...]:
     return tuple((word,) for word in words)
 
 
-DOUBLING = tuple(0.00125 * 2**k for k in range(18))  # 1.25 ms ... 163.84 s
+DOUBLING = COMPILE_BOUNDS
 SHORT = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0)
-FILLS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1.0)
 TOKENS = tuple(float(2**k) for k in range(15))
 
 TABLE: tuple[Row, ...] = (
@@ -71,7 +72,7 @@ TABLE: tuple[Row, ...] = (
     Row("step_tokens", "histogram", "Tokens computed in one step.", buckets=TOKENS),
     Row("host_stall_seconds", "histogram", "Time that a device waited for the host (cuda).", buckets=SHORT),
     Row("grammar_compile_seconds", "histogram", "Time to compile a grammar, off the loop.", buckets=DOUBLING),
-    Row("grammar_fill_seconds", "histogram", "Time to fill one mask, on the loop.", ("backend",), _each("token_fsm", "llguidance", "xgrammar"), FILLS),
+    Row("grammar_fill_seconds", "histogram", "Time to fill one mask, on the loop.", ("backend",), _each("token_fsm", "llguidance", "xgrammar"), FILL_BOUNDS),
     Row("grammar_compile_total", "counter", "Grammars asked for, by what became of them.", ("result",), _each("ok", "cached", "refused", "timeout")),
     Row("preemptions_total", "counter", "Sequences that lost their pages to older ones, and were computed again."),
     Row("invariant_repairs_total", "counter", "Page accounting that had to be rebuilt: bugs."),
@@ -111,6 +112,7 @@ class Store:
         self._numbers: dict[str, dict[tuple[str, ...], float]] = {}
         self._buckets: dict[str, dict[tuple[str, ...], _Buckets]] = {}
         self._seen: dict[str, float] = {}  # of counters that another process keeps: what it said last
+        self._times: dict[tuple[str, ...], Times] = {}
         for row in TABLE:
             starts = row.values or (((),) if not row.labels else ())
             if row.kind == "histogram":
@@ -143,9 +145,21 @@ class Store:
         self.add(name, total - last if total >= last else total, *labels)
         self._seen[key] = total
 
+    def follow_times(self, name: str, times: Times, *labels: str) -> None:
+        """A histogram that the engine keeps, with this metric's bounds."""
+        key = (name, *labels)
+        last = self._times.get(key)
+        buckets = self._buckets[name].setdefault(labels, _Buckets(self._rows[name].buckets))
+        assert tuple(times.bounds) == tuple(buckets.bounds)
+        for n, count in enumerate(times.counts):
+            buckets.counts[n] += count - (last.counts[n] if last is not None else 0)
+        buckets.sum += times.sum - (last.sum if last is not None else 0.0)
+        self._times[key] = times
+
     def forget(self) -> None:
         """A new engine process counts from 0."""
         self._seen.clear()
+        self._times.clear()
 
     def value(self, name: str, *labels: str) -> float:
         return self._numbers[name].get(labels, 0.0)

@@ -152,6 +152,14 @@ class Monitor:
         store.follow("discarded_tokens_total", s.surplus_tokens)
         store.follow("preemptions_total", s.preemptions)
         store.follow("invariant_repairs_total", s.violations)
+        store.follow("grammar_compile_total", s.grammar_cache_hits, "cached")
+        store.follow("grammar_compile_total", s.grammar_cache_misses - s.grammar_refused, "ok")
+        store.follow("grammar_compile_total", s.grammar_refused - s.grammar_timeouts, "refused")
+        store.follow("grammar_compile_total", s.grammar_timeouts, "timeout")
+        if beat.compile_times is not None:
+            store.follow_times("grammar_compile_seconds", beat.compile_times)
+        for backend, times in beat.fill_times.items():
+            store.follow_times("grammar_fill_seconds", times, backend)
         store.set("engine_last_step_age_seconds", 0.0)
         self._engine_line(s)
 
