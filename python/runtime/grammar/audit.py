@@ -24,7 +24,7 @@ from phloem.runtime.request import GrammarSpec
 
 __all__ = ["AUDITED", "AUDIT_VERSION", "ENGINES_OF", "Route", "XGRAMMAR_FACTS", "is_audited", "route", "xgrammar_objection"]
 
-AUDIT_VERSION = "audit 2"
+AUDIT_VERSION = "audit 3"
 """Part of every cache key (C5): raise it whenever a fact or a lowering changes."""
 
 AUDITED = {"xgrammar": ("0.2.9",), "llguidance": ("1.9.1",)}

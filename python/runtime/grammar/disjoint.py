@@ -2,7 +2,8 @@
 
     by type          {"type": "string"}                       {"type": "integer"}
     by value         {"enum": [1, 2]}                         {"const": 3}
-    by a property    required in both, with disjoint schemas; or required in one and impossible in the other
+    by a property    required in one of them, and its schemas disjoint; or impossible in the other
+    by options       each one of an anyOf or oneOf is disjoint from the other schema
 
 Works on lowered schemas: no draft forms, `$ref` only to `#/$defs/…`.
 """
@@ -10,7 +11,7 @@ Works on lowered schemas: no draft forms, `$ref` only to `#/$defs/…`.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,7 @@ __all__ = ["TYPES", "Facts", "Known", "are_disjoint", "canonical", "facts_of", "
 
 TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
 MAX_DEPTH = 6
+MAX_QUESTIONS = 20_000  # of one schema; beyond, nothing more is proved
 
 
 def type_of(value: Any) -> str:
@@ -37,6 +39,7 @@ class Known:
 
     defs: Mapping[str, Any] = field(default_factory=dict)
     excluding: dict[str, frozenset[str]] = field(default_factory=dict)
+    questions: int = 0  # that were asked
 
     def exclude(self, pattern: str, words: list[str]) -> None:
         """`pattern` matches every string but these."""
@@ -58,23 +61,29 @@ class Facts:
     properties: dict[str, list[Any]] = field(default_factory=dict)
     excluded: set[str] = field(default_factory=set)
     closed: list[frozenset[str]] = field(default_factory=list)  # the only names that are possible
+    others: list[tuple[frozenset[str], Any]] = field(default_factory=list)  # what holds of every name but these
 
     def forbids(self, name: str) -> bool:
         if any(schema is False for schema in self.properties.get(name, ())):
             return True
         return any(name not in names for names in self.closed)
 
+    def schemas_of(self, name: str) -> list[Any]:
+        """What must hold of this property where it is there."""
+        return self.properties.get(name, []) + [schema for names, schema in self.others if name not in names]
+
 
 def are_disjoint(a: Any, b: Any, known: Known, depth: int = 0) -> bool:
     """True: no instance satisfies both. False: not proved."""
-    if depth > MAX_DEPTH:
+    known.questions += 1
+    if depth > MAX_DEPTH or known.questions > MAX_QUESTIONS:
         return False
     if a is False or b is False:
         return True
     for one, other in ((a, b), (b, a)):
-        options = _alternatives(one, known)
-        if options:
-            return all(are_disjoint(option, other, known, depth + 1) for option in options)
+        for options in _options(one, known):
+            if all(are_disjoint(option, other, known, depth + 1) for option in options):
+                return True
     fa, fb = facts_of(a, known), facts_of(b, known)
     kinds = fa.kinds & fb.kinds
     if not kinds or (fa.values is not None and fb.values is not None and not fa.values & fb.values):
@@ -87,9 +96,9 @@ def are_disjoint(a: Any, b: Any, known: Known, depth: int = 0) -> bool:
         return True
     return any(
         are_disjoint(x, y, known, depth + 1)
-        for name in fa.required & fb.required
-        for x in fa.properties.get(name, ())
-        for y in fb.properties.get(name, ())
+        for name in sorted(fa.required | fb.required)
+        for x in fa.schemas_of(name)
+        for y in fb.schemas_of(name)
     )
 
 
@@ -99,20 +108,17 @@ def facts_of(schema: Any, known: Known) -> Facts:
     return facts
 
 
-def _alternatives(schema: Any, known: Known) -> list[Any] | None:
-    """The options of a schema that is nothing but anyOf or oneOf, through `$ref`s."""
-    for _ in range(MAX_DEPTH):
-        if not isinstance(schema, dict):
-            return None
-        keys = [key for key in schema if key != "$defs"]
-        if keys == ["$ref"]:
-            schema = known.target(schema["$ref"])
-        elif keys in (["anyOf"], ["oneOf"]):
-            options: list[Any] = schema[keys[0]]
-            return options
-        else:
-            return None
-    return None
+def _options(schema: Any, known: Known, depth: int = 0) -> Iterator[list[Any]]:
+    """Lists of schemas: whatever the schema accepts, one of each list accepts too."""
+    if not isinstance(schema, dict) or depth > MAX_DEPTH:
+        return
+    for key in ("anyOf", "oneOf"):
+        if key in schema:
+            yield schema[key]
+    if "$ref" in schema:
+        yield from _options(known.target(schema["$ref"]), known, depth + 1)
+    for part in schema.get("allOf", ()):
+        yield from _options(part, known, depth + 1)
 
 
 def _collect(schema: Any, facts: Facts, known: Known, depth: int) -> None:
@@ -137,6 +143,8 @@ def _collect(schema: Any, facts: Facts, known: Known, depth: int) -> None:
         facts.properties.setdefault(name, []).append(part)
     if schema.get("additionalProperties") is False and not schema.get("patternProperties"):
         facts.closed.append(frozenset(schema.get("properties", ())))
+    elif isinstance(schema.get("additionalProperties"), dict) and not schema.get("patternProperties"):
+        facts.others.append((frozenset(schema.get("properties", ())), schema["additionalProperties"]))
 
 
 def canonical(value: Any) -> str:

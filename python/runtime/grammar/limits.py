@@ -50,7 +50,7 @@ def _no_json(name: str) -> float:
 
 def _measure(schema: Any, limits: Limits) -> None:
     """Counts every object and list, of instances within `enum` too: what is large is large wherever it stands."""
-    level, depth, objects, values = [schema], 0, 0, 0
+    level, depth, objects, values = [schema] if isinstance(schema, dict) else [], 0, 0, 0
     while level:
         depth += 1
         if depth > 2 * limits.depth:  # a subschema stands two levels below its own (properties, name)

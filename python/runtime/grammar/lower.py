@@ -99,6 +99,8 @@ class _Lowering:
         self.check_cycles(root)
         for made, pointer in self.one_ofs:
             self.settle_one_of(made, pointer)
+        if root is False:
+            refuse_schema("", "it is false: no value could ever be right.")
         if self.defs:
             if not isinstance(root, dict):
                 root = {}
@@ -602,7 +604,7 @@ class _Lowering:
             if len(parts) == 1 and len(made) == 1:
                 return parts[0]
             for part in list(parts):  # what the node itself does not say moves into it, where that changes no order
-                if not set(part) & set(made) and (set(part) <= _MERGED or (len(parts) == 1 and not set(part) & _SETTLED_LATER)):
+                if not set(part) & set(made) and (set(part) <= _MERGED or (len(parts) == 1 and _may_move(part, made))):
                     parts.remove(part)
                     made.update(part)
             if made["allOf"] is parts and not parts:
@@ -638,7 +640,15 @@ _SHAPE = ("type", "properties", "required", "additionalProperties", "patternProp
 _MERGED = frozenset({"type", "enum", *_NUMBERS, "minLength", "maxLength", "pattern", "format", "minItems", "maxItems"})
 """Keywords whose place among others says nothing of the order of generation."""
 _SETTLED_LATER = frozenset({"oneOf", "$ref"})
+_LEFT_OVER = (("additionalProperties", frozenset({"properties", "patternProperties"})), ("items", frozenset({"prefixItems"})))
+"""Keywords of whatever these siblings do not name."""
 _ALL_TYPES = ["null", "boolean", "number", "string", "array", "object"]
+
+
+def _may_move(part: dict[str, Any], made: dict[str, Any]) -> bool:
+    """Whether the part means the same beside the node's own keywords: some speak of what their siblings leave over."""
+    clash = any((rest in part and made.keys() & named) or (rest in made and part.keys() & named) for rest, named in _LEFT_OVER)
+    return not clash and not set(part) & _SETTLED_LATER
 
 
 def _in_place_targets(node: Schema) -> list[str]:

@@ -30,6 +30,9 @@ class References:
         self.document = document
         self._named: dict[str, tuple[str, Any, str]] = {}
         self._bases: dict[str, str] = {}
+        # Before 2019-09 what stands beside `$ref` counts for nothing. It does here (both readings hold), but an `$id` cannot.
+        self._old = isinstance(document, dict) and "draft-0" in str(document.get("$schema"))
+        self._named_beside: set[str] = set()  # pointers of nodes with a `$ref` and an `$id` at once, in an old document
         self._visit(document)
 
     def _visit(self, document: Any) -> None:
@@ -45,6 +48,8 @@ class References:
                     self._named.setdefault(base, (pointer, node, base))
                 elif isinstance(name, str):  # draft-04's way to name an anchor
                     self._named.setdefault(base + name, (pointer, node, base))
+            if self._old and "$ref" in node and any(isinstance(node.get(key), str) for key in ("$id", "id")):
+                self._named_beside.add(pointer)
             anchor = node.get("$anchor")
             if isinstance(anchor, str):
                 self._named.setdefault(f"{base}#{anchor}", (pointer, node, base))
@@ -63,6 +68,11 @@ class References:
         """The pointer and the schema that `ref`, written at `pointer`, means. Raises GrammarError for all that is not here."""
         if not isinstance(ref, str):
             refuse_schema(pointer, f"$ref is {type(ref).__name__}; expected a string.")
+        if pointer in self._named_beside and (pointer or not ref.startswith("#")):
+            refuse_schema(
+                pointer,
+                "'$ref' stands beside '$id', which drafts read in two ways. Take the $id away.",
+            )
         base = self._bases.get(pointer, "")
         target, fragment = urldefrag(urljoin(base, ref) if base else ref)
         if target and target not in self._named:

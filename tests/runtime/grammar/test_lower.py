@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 from typing import Any
 
 import jsonschema
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from phloem.runtime.errors import GrammarError
 from phloem.runtime.grammar.audit import ENGINES_OF, is_audited, route, xgrammar_objection
@@ -107,6 +110,12 @@ EQUIVALENT: dict[str, Any] = {
     "$id": {"$id": "http://x.y/z", "$defs": {"p": {"$id": "p", "type": "integer"}}, "$ref": "p"},
     "escaped pointers": {"$defs": {"x/y~z": {"type": "integer"}}, "$ref": "#/$defs/x~1y~0z"},
     "date": {"type": "string", "format": "date"},
+    "additional beside allOf": {"type": "object", "allOf": [{"properties": {"a": {}}}], "additionalProperties": {"type": "string"}},
+    "closed inside allOf": {"type": "object", "properties": {"a": {}}, "allOf": [{"additionalProperties": False}]},
+    "closed beside a pattern": {"type": "object", "allOf": [{"patternProperties": {"^a": {}}}], "additionalProperties": False},
+    "unevaluated inside allOf": {"type": "object", "properties": {"a": {}}, "allOf": [{"unevaluatedProperties": False}], "unevaluatedProperties": True},
+    "items beside allOf": {"type": "array", "allOf": [{"prefixItems": [{}]}], "items": {"type": "string"}},
+    "items inside allOf": {"type": "array", "prefixItems": [{"type": "integer"}], "allOf": [{"items": False}]},
     "true": True, "anyOf with true": {"type": "string", "anyOf": [True, {"minLength": 3}]},
 }  # fmt: skip
 
@@ -186,6 +195,9 @@ REFUSED: list[tuple[Any, str, str]] = [
     ({"multipleOf": 0}, "", "above 0"),
     ({"allOf": [{"properties": {"a": {}}}], "unevaluatedProperties": False}, "", "'unevaluatedProperties'"),
     ({"$dynamicRef": "#x"}, "", "'$dynamicRef'"),
+    (False, "", "it is false"),
+    ({"allOf": [False], "$defs": {"a": {"$ref": "#/$defs/a/b", "b": {}}}, "anyOf": [{"$ref": "#/$defs/a"}]}, "", "it is false"),
+    ({"$schema": "http://json-schema.org/draft-07/schema#", "properties": {"a": {"$id": "x", "$ref": "y"}}}, "/properties/a", "beside '$id'"),
 ]  # fmt: skip
 
 
@@ -295,6 +307,51 @@ def test_disjointness_is_said_only_where_it_is_proved() -> None:
     assert not are_disjoint({"required": ["a"]}, {"properties": {"a": False}}, known)  # both take a string
     assert are_disjoint({"enum": [1, 2]}, {"enum": [3]}, known) and not are_disjoint({"enum": [1]}, {"enum": [1.0]}, known)
     assert not are_disjoint({"minimum": 5}, {"maximum": 3}, known)
+
+
+def test_a_property_that_one_requires_tells_objects_apart() -> None:
+    """The other need not ask for it: what has it must obey both."""
+    tagged = {"type": "object", "required": ["k"], "properties": {"k": {"enum": ["x"]}}}
+    others: list[tuple[Any, bool]] = [
+        ({"type": "object", "properties": {"k": {"type": "integer"}}}, True),
+        ({"type": "object", "additionalProperties": {"enum": [False]}}, True),
+        ({"type": "object", "properties": {"k": {}}, "additionalProperties": {"enum": [False]}}, False),
+        ({"type": "object", "patternProperties": {"^k": {}}, "additionalProperties": {"enum": [False]}}, False),
+        ({"type": "object", "properties": {"a": {"type": "integer"}}}, False),
+        ({"type": "object", "anyOf": [{"properties": {"k": {"enum": [n]}}} for n in (1, 2)]}, True),
+        ({"type": "object", "oneOf": [{"type": "object", "properties": {"k": {"enum": [n]}}} for n in (1, 2)]}, True),
+        ({"allOf": [{"anyOf": [{"type": "string"}, {"type": "null"}]}]}, True),
+    ]
+    for other, disjoint in others:
+        assert are_disjoint(tagged, other, Known()) == are_disjoint(other, tagged, Known()) == disjoint, other
+
+
+@given(st.randoms(use_true_random=False))
+@settings(max_examples=300, deadline=None)
+def test_what_is_called_disjoint_shares_no_instance(rng: random.Random) -> None:
+    def schema(depth: int = 0) -> Any:
+        node: dict[str, Any] = {}
+        if rng.random() < 0.5:
+            node["type"] = rng.choice(["object", "string", "integer", "array"])
+        if rng.random() < 0.2:
+            node["enum"] = rng.sample(SCALARS, 3)
+        if depth < 2:
+            if rng.random() < 0.5:
+                node["properties"] = {name: schema(depth + 1) for name in rng.sample("kab", rng.randint(1, 2))}
+            if rng.random() < 0.4:
+                node["required"] = rng.sample("kab", rng.randint(1, 2))
+            if rng.random() < 0.3:
+                node["additionalProperties"] = rng.choice([False, True, {"type": "string"}, {"enum": [1, "a"]}])
+            if rng.random() < 0.1:
+                node["patternProperties"] = {"^a": schema(depth + 1)}
+            if rng.random() < 0.3:
+                node[rng.choice(["anyOf", "oneOf", "allOf"])] = [schema(depth + 1) for _ in range(2)]
+        return node
+
+    one, other = schema(), schema()
+    if are_disjoint(one, other, Known()):
+        for value in (*SCALARS, *OBJECTS):
+            assert not (valid(one, value) and valid(other, value)), (one, other, value)
 
 
 @pytest.mark.case("C-STRUCT-07")
