@@ -44,6 +44,7 @@ from phloem.runtime.rl.share import Attached, Share, ensure_module
 from phloem.runtime.rl.tokens import as_tokenizer
 from phloem.runtime.rl.update import Update
 from phloem.runtime.rl.verify import Verification, verify_module
+from phloem.runtime.text.tokenizer import Tokenizer
 
 __all__ = ["Handle", "RolloutEngine", "RolloutStats"]
 
@@ -465,7 +466,7 @@ class RolloutEngine:
     ) -> Rollouts:  # fmt: skip
         self._client.ensure_usable()
         params = without_ignored_stops(as_sampling(sampling, off_policy), spec)
-        if params.stop and not hasattr(self.tokenizer, "decode"):
+        if params.stop and not isinstance(self.tokenizer, Tokenizer):
             raise InvalidRequestError("stop strings need a tokenizer: pass tokenizer= to attach.", param="stop")
         collector = self._text.collector if params.stop else None
         return Rollouts.of(

@@ -22,6 +22,7 @@ from phloem.runtime.rl.collect import SampleSink
 from phloem.runtime.rl.requests import as_sampling
 from phloem.runtime.rl.sample import Sample, Span
 from phloem.runtime.text.markup import Drawn, Markup, Message
+from phloem.runtime.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from phloem.runtime.rl.engine import RolloutEngine
@@ -67,7 +68,7 @@ class Session:
             raise InvalidRequestError("open_session takes prompt_ids or messages=, one of them.", param="prompt_ids")
         if prompt_ids is not None:
             return cls(engine, [int(t) for t in prompt_ids], seed, ttl, None, tools)
-        if not hasattr(engine.tokenizer, "decode"):
+        if not isinstance(engine.tokenizer, Tokenizer):
             raise InvalidRequestError("messages need a tokenizer: pass tokenizer= to attach.", param="messages")
         markup = Markup(engine.tokenizer, template=template)
         if not markup.has_template:
