@@ -101,6 +101,7 @@ class ServerConfig:
 ENGINE_OPTIONS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "model": ("Model", "A directory, a .gguf file or org/name. Default: the embedded model.", ("--model-path",)),
     "dtype": ("Model", "Of the weights; auto keeps the file's.", ()),
+    "load_format": ("Model", "dummy: random weights of the shape that config.json tells.", ()),
     "max_context": ("Model", "Prompt and output, in tokens.", ("--max-model-len", "--context-length")),
     "device": ("Memory", "Where the model runs.", ()),
     "threads": ("Memory", "0: one a core.", ()),

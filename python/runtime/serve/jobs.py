@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from phloem.runtime.engine.collect import Collector
+from phloem.runtime.engine.wire import Timing
 from phloem.runtime.errors import PhloemError
 from phloem.runtime.request import Output, OutputDelta, Request, TokenLogprob
 from phloem.runtime.serve.errors import ApiError
@@ -118,6 +119,16 @@ class Sample:
         if first or self._pending is not None:
             job.ring()
         return collector.stopped_at
+
+    def timing(self, told: Timing) -> None:
+        """What the engine knows of this sample's way, just before its last delta. Only an engine in another process tells."""
+        record = self._job.record
+        with self._job.lock:
+            if told.queue is not None:
+                record.queue_seconds = max(told.queue, record.queue_seconds or 0.0)
+            if told.prefill is not None:
+                record.prefill_seconds = max(told.prefill, record.prefill_seconds or 0.0)
+            record.preemptions = (record.preemptions or 0) + told.preemptions
 
     def fail(self, error: Exception) -> None:
         with self._job.lock:
