@@ -8,19 +8,23 @@ FakeFlashInfer   float32 torch, one row at a time, of exactly what the docstring
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import inspect
 import math
 import random
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from phloem.runtime.backends.cuda.lanes import Event, Work
 
-__all__ = ["FakeDevice", "FakeFlashInfer"]
+__all__ = ["FakeDevice", "FakeFlashInfer", "pretend"]
 
 
 class FakeStream:
@@ -310,3 +314,32 @@ class FakeFlashInfer:
         for pages, new in ((k_pages, a["append_key"]), (v_pages, a["append_value"])):
             raw = pages.view(torch.uint8).view(*pages.shape[:3], -1)
             raw[page, entry] = new.contiguous().view(torch.uint8).view(*new.shape[:2], -1)
+
+
+@contextlib.contextmanager
+def pretend(**device: Any) -> Iterator[list[FakeDevice]]:
+    """`device="cuda"` means a fake: Engine(device="cuda") and everything below it run on FakeDevice(**device). Yields those made."""
+    from phloem.runtime.backends import cuda
+    from phloem.runtime.backends.cuda import device as real
+    from phloem.runtime.backends.cuda.device import Gpu
+
+    made: list[FakeDevice] = []
+    fi = FakeFlashInfer()
+
+    def make(index: int = 0) -> FakeDevice:
+        made.append(FakeDevice(**device))
+        return made[-1]
+
+    def imported(name: str, *rest: Any) -> Any:
+        return fi if name == "flashinfer" else importlib.import_module(name, *rest)
+
+    with contextlib.ExitStack() as stack:
+        for target, name, value in (
+            (real, "find_gpu", lambda index=0: Gpu("fake", 8 << 30, (9, 0))),
+            (cuda, "find_gpu", lambda index=0: Gpu("fake", 8 << 30, (9, 0))),
+            (cuda, "missing", lambda: None),
+            (cuda, "CudaDevice", make),
+            (cuda, "importlib", SimpleNamespace(import_module=imported)),
+        ):
+            stack.enter_context(patch.object(target, name, value))
+        yield made

@@ -15,9 +15,10 @@ from phloem.runtime.backends.base import Backend, KVSpec, Limits, Model
 from phloem.runtime.config import Dtype, EngineConfig, Hardware, Resolved
 from phloem.runtime.errors import ConfigError
 from phloem.runtime.executor.device import DeviceExecutor
+from phloem.runtime.models.convert import common_kind, num_bytes
 from phloem.runtime.models.loader import OpenModel
 
-__all__ = ["check_dtype", "device_executor", "gpu_dtype", "make_backend", "on_gpu"]
+__all__ = ["check_dtype", "device_executor", "gpu_dtype", "make_backend", "on_gpu", "planned_bytes"]
 
 ON_CUDA = ("auto", "bf16", "f16", "fp8", "q4")
 ELSEWHERE = ("auto", "f32", "bf16", "f16", "q8", "q4")
@@ -59,6 +60,18 @@ def gpu_dtype(dtype: Dtype, opened: OpenModel) -> Dtype:
     if dtype != "auto" or not kinds <= {"f32", "bf16", "f16"}:
         return dtype
     return "f16" if kinds == {"f16"} else "bf16"
+
+
+def planned_bytes(device: str, dtype: Dtype, opened: OpenModel) -> int:
+    """What the weights will take on the device."""
+    whole = opened.weight_bytes(dtype)
+    if device != "cuda":
+        return whole
+    for each in opened.assignments:
+        is_table = each.rule.form == "table"
+        if each.rule.form != "vector" and common_kind(each.tensors, dtype, is_table=is_table) == "q8_0":  # kept as bf16
+            whole += sum(2 * t.shape[0] * t.shape[1] for t in each.tensors) - num_bytes(each.tensors, dtype, is_table=is_table)
+    return whole
 
 
 def make_backend(resolved: Resolved, dtype: Dtype) -> Backend:

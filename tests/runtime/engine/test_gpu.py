@@ -16,7 +16,7 @@ from phloem.runtime.backends.cuda import device as device_module
 from phloem.runtime.backends.cuda.device import Gpu, find_gpu
 from phloem.runtime.config import Hardware, make_config, resolve
 from phloem.runtime.engine import gpu as gpu_module
-from phloem.runtime.engine.gpu import check_dtype, gpu_dtype, on_gpu
+from phloem.runtime.engine.gpu import check_dtype, gpu_dtype, on_gpu, planned_bytes
 from phloem.runtime.errors import ConfigError
 from phloem.runtime.models.loader import open_model
 from tests.tiny_models import tiny_config, tiny_tensors, write_gguf, write_hf
@@ -123,6 +123,13 @@ def test_auto_keeps_f16_files_f16_and_blocks_blocks(tmp_path: Path) -> None:
         opened = open_model(str(write_hf(tmp_path / name, config, tiny_tensors(config, dtype=dtype))))
         assert gpu_dtype("auto", opened) == want and gpu_dtype("fp8", opened) == "fp8"
     assert gpu_dtype("auto", open_model(str(write_gguf(tmp_path / "m.gguf", config, kinds={"ffn_down": "Q8_0"})))) == "auto"
+
+
+def test_what_the_weights_will_take_counts_q8_0_as_bf16(tmp_path: Path) -> None:
+    opened = open_model(str(write_hf(tmp_path / "m", tiny_config())))
+    assert planned_bytes("cpu", "q4", opened) == opened.weight_bytes("q4")
+    tables = 2 * 96 * 64  # the embedding and the head: 34 bytes for 32 values become 64
+    assert planned_bytes("cuda", "q4", opened) == opened.weight_bytes("q4") + tables * 2 - tables // 32 * 34
 
 
 def test_f16_weights_on_the_cpu_are_f16_rounded(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from phloem.runtime.backends.cuda.lanes import Device
 from phloem.runtime.backends.cuda.mask import unpack_bits
 from phloem.runtime.executor import device_draw as dd
 from phloem.runtime.executor.device_sampler import DeviceSampler, uniforms
@@ -22,8 +23,11 @@ from tests.fake_device import FakeDevice
 VOCAB, WIDTH = 90, 96
 
 
-def run(spec: SampleSpec, logits: torch.Tensor, rows: list[int], seed: int = 0) -> list[Sampled | RowFailure]:
-    device = FakeDevice(seed, eagerness=0.4)
+def run(
+    spec: SampleSpec, logits: torch.Tensor, rows: list[int], seed: int = 0, device: Device | None = None
+) -> list[Sampled | RowFailure]:
+    device = device or FakeDevice(seed, eagerness=0.4)
+    logits = logits.to(device.torch_device)
     sampler, stream, copies = (
         DeviceSampler(device, vocab_size=VOCAB, width=WIDTH),
         device.stream("compute"),
@@ -83,15 +87,13 @@ def close(a: TokenLogprob | None, b: TokenLogprob | None) -> None:
         assert (x is None and y is None) or math.isclose(x, y, rel_tol=1e-5, abs_tol=2e-6)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_the_draws_of_the_reference_sampler(seed: int) -> None:
-    """M1, M2, M3, M4, M5, and how a row fails alone."""
+def assert_draws_like_the_reference(seed: int, device: Device | None = None) -> None:
     rng = random.Random(seed)
     spec, logits, at = random_spec(rng, 24)
     logits[at[3], 8] = math.nan
     logits[at[9], 93] = -math.inf  # padding that a model masks itself is fine
     want = ReferenceSampler(vocab_size=VOCAB, width=WIDTH).prepare(spec, at)(logits)
-    got = run(spec, logits, at, seed)
+    got = run(spec, logits, at, seed, device)
     for w, g in zip(want, got, strict=True):
         assert type(w) is type(g) and w.request_id == g.request_id
         if isinstance(w, Sampled) and isinstance(g, Sampled):
@@ -99,6 +101,12 @@ def test_the_draws_of_the_reference_sampler(seed: int) -> None:
             close(w.logprob, g.logprob)
         elif isinstance(w, RowFailure) and isinstance(g, RowFailure):
             assert str(w.error) == str(g.error)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_draws_of_the_reference_sampler(seed: int) -> None:
+    """M1, M2, M3, M4, M5, and how a row fails alone."""
+    assert_draws_like_the_reference(seed)
 
 
 def test_m2_a_draw_is_the_same_bits_in_any_batch() -> None:

@@ -80,7 +80,7 @@ class Cuda:
         self.mask = best_mask(device.torch_device)
 
     def pack(self, parts: Sequence[Weight], *, gated: bool = False) -> Packed:
-        """On the device: f32, bf16 and f16 in the compute dtype, f8 as e4m3, q4_0 and q4_1 as int4. Raises KernelError."""
+        """On the device: f32, bf16, f16 and q8_0 in the compute dtype, f8 as e4m3, q4_0 and q4_1 as int4. Raises KernelError."""
         return pack_matrix(parts, gated=gated, compute=self.compute, device=self.device.torch_device)
 
     def vector(self, values: Tensor) -> Tensor:

@@ -5,7 +5,8 @@
     Int4     4 bits, scale and zero a group of a row   torch._weight_int4pack_mm (tinygemm): w = (q - 8) * scale + zero, bf16 only
 
 Int4 takes GGUF's q4_0 and q4_1 as stored, groups of 32: w = d (q - 8), and w = d q + m = d (q - 8) + (m + 8 d). Scale and zero are
-rounded to bf16, which is the kernel's format. GPTQ and AWQ say (q - z) s: scale s, zero (8 - z) s.
+rounded to bf16, which is the kernel's format. q8_0 has no kernel here and becomes plain, at twice its size: tables are stored so in
+4-bit files. GPTQ and AWQ say (q - z) s: scale s, zero (8 - z) s.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phloem.runtime.backends.base import Packed, Weight
+from phloem.runtime.backends.blocks import dequantise
 from phloem.runtime.errors import KernelError
 
 __all__ = [
@@ -126,9 +128,10 @@ def pack_matrix(parts: Sequence[Weight], *, gated: bool, compute: torch.dtype, d
     if gated and (len(parts) != 2 or parts[0].shape != parts[1].shape):
         raise KernelError(f"a gated matrix is made of [gate, up] of one shape, not of {[p.shape for p in parts]}.")
     kinds = {part.kind for part in parts}
-    if kinds <= {"f32", "bf16", "f16"}:
+    if kinds <= {"f32", "bf16", "f16", "q8_0"}:
         # Part by part: the host never holds a second copy of the whole matrix.
-        return PlainMatrix(torch.cat([p.data.detach().to(device).to(compute) for p in parts]), gated)
+        plain = [dequantise("q8_0", p.data).view(p.shape) if p.kind == "q8_0" else p.data.detach() for p in parts]
+        return PlainMatrix(torch.cat([p.to(device).to(compute) for p in plain]), gated)
     if kinds == {"f8"}:
         scaled = [scaled_rows(p.data.detach().to(device)) for p in parts]
         data, scales = torch.cat([v for v, _ in scaled]), torch.cat([s for _, s in scaled]).t().contiguous()

@@ -12,6 +12,7 @@ from phloem.runtime.backends.cuda.matrices import (
     AWQ_ORDER,
     Fp8Matrix,
     Int4Matrix,
+    PlainMatrix,
     pack_int4,
     pack_matrix,
     scaled_rows,
@@ -94,6 +95,14 @@ def test_fp8_rows_are_scaled_one_by_one() -> None:
     assert (scales == 1).all() and (values.float() == 0).all()
 
 
+def test_q8_0_becomes_plain() -> None:
+    part = Weight("q8_0", (4, 64), quantise("q8_0", randn(4, 64)))
+    matrix = pack_matrix([part], gated=False, compute=torch.bfloat16, device=CPU)
+    want = dequantise("q8_0", part.data).view(4, 64).to(torch.bfloat16)
+    assert isinstance(matrix, PlainMatrix) and torch.equal(matrix.data, want)
+    assert torch.equal(matrix.rows(torch.tensor([2, 0])), want[[2, 0]])
+
+
 def test_plain_weights_become_the_compute_dtype() -> None:
     parts = [Weight("f32", (4, 8), randn(4, 8)), Weight("bf16", (2, 8), randn(2, 8).to(torch.bfloat16))]
     matrix = pack_matrix(parts, gated=False, compute=torch.float16, device=CPU)
@@ -104,9 +113,9 @@ def test_plain_weights_become_the_compute_dtype() -> None:
     ("parts", "options", "says"),
     [
         (
-            [Weight("q8_0", (8, 128), torch.zeros(8, 136, dtype=torch.uint8))],
+            [Weight("q8_0", (8, 128), torch.zeros(8, 136, dtype=torch.uint8)), Weight("f8", (8, 128), torch.zeros(8, 128))],
             {},
-            "no kernel of the cuda backend multiplies q8_0",
+            "no kernel of the cuda backend multiplies f8, q8_0",
         ),
         ([Weight("q4_0", (8, 64), torch.zeros(8, 36, dtype=torch.uint8))], {}, "its columns of 128"),
         ([Weight("q4_0", (8, 128), torch.zeros(8, 72, dtype=torch.uint8))], {"compute": torch.float16}, "computes in bf16"),
