@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from phloem.lang import ir
     from phloem.lang.backend import Backend, Capabilities
+    from phloem.lang.budget import limits
     from phloem.lang.choices import (
         ChoiceScore,
         greedy_token_selection,
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
         user_begin,
         user_end,
     )
-    from phloem.lang.budget import limits
     from phloem.lang.run import Program, Run, function
     from phloem.lang.state import AsyncState, State
     from phloem.lang.stream import Done, Partial, Token, ToolArgs

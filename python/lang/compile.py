@@ -138,7 +138,7 @@ class Arranger:
             out += [first, *together]
             self._known.add(key)
             self._warm[first] = _Warm(first, node, node.children, followers)
-        elif node.end % page == 0 or known:
+        elif node.end % page == 0 or known or self._scored(node):
             for child in node.children:
                 self._place(child, out)
         else:
@@ -159,6 +159,19 @@ class Arranger:
                 name = self._session.new_id("g")
                 for job in each:
                     job.record.request = msgspec.structs.replace(job.request, group=name)
+
+    @staticmethod
+    def _scored(node: Node) -> bool:
+        """All below it wants logits of this very part, so nobody could take it from the tree."""
+        todo = [node]
+        while todo:
+            at = todo.pop()
+            todo += at.children
+            for job in at.jobs:
+                start = job.request.sampling.prompt_logprobs
+                if start is None or start >= node.end:
+                    return False
+        return True
 
     @staticmethod
     def _space(node: Node) -> str:

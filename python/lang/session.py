@@ -58,6 +58,7 @@ class Session:
         self._count = 0
         self._dirty: dict[Path, None] = {}
         self.outbox: list[Job] = []
+        self._prepare: Callable[[Job], None] | None = getattr(backend, "prepare", None)  # told of each job as it is recorded
         self._events: deque[tuple[Job, bool]] = deque()
         self.live: dict[str, Job] = {}
         self._timed: set[Job] = set()
@@ -116,6 +117,8 @@ class Session:
             job.deadline = min(known)
             self._timed.add(job)
         self.outbox.append(job)
+        if self._prepare is not None:
+            self._prepare(job)
 
     def flush(self) -> None:
         """The end of a stage: what was recorded goes out (Y1)."""
@@ -188,6 +191,8 @@ class Session:
                 continue
             self._timed.discard(job)
             slot: Slot | None = job.slot
+            if slot is not None and slot.done and job.request.hold:
+                self.release(job.request.id)  # it ended before our abort reached it: nobody else knows of its hold
             if slot is not None and not slot.done:
                 slot.wanted -= 1
                 if slot.wanted <= 0 or job.output.error is not None:
@@ -495,12 +500,13 @@ class Session:
         try:
             if self.live:
                 self.backend.abort(list(self.live))
+                if not self.backend.self_driven:
+                    self.backend.wait(lambda: all(job.output is not None for job in self.live.values()), time.monotonic() + 60)
+            self._released += [job.request.id for job in self.live.values() if job.request.hold]
             self._let_go()
             drain = getattr(self.backend, "drain", None)
             if drain is not None:
                 drain()
-            if not self.backend.self_driven and self.live:
-                self.backend.wait(lambda: all(job.output is not None for job in self.live.values()), time.monotonic() + 60)
         except PhloemError:
             pass
         self.live.clear()

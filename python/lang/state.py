@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Itera
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
 
-from phloem.lang.ir import Expr, Gen, Part, Ref, RoleClose, RoleOpen, Select, caller, located, parts_of, role
 from phloem.lang.budget import current_limits
+from phloem.lang.ir import Expr, Gen, Part, Ref, RoleClose, RoleOpen, Select, caller, located, parts_of, role
 from phloem.lang.path import ForkPoint, Path, Slot, text_of
 from phloem.runtime.errors import BackendUnsupported, InvalidRequestError, PhloemError, ProgramError
 from phloem.runtime.text.markup import Message

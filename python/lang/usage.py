@@ -22,8 +22,8 @@ __all__ = ["RunUsage", "usage_of"]
 class RunUsage:
     """prompt: tokens sent, of all requests = cached + computed.   unique: size of the trie of all prompts.   fed: of these, tokens that were fed
     to the model while they were being generated.   completion, forced: tokens drawn, and of these without asking the model.   dropped: drawn,
-    and on no path.   recomputed: computed again for their logits, beyond unique − fed.   requests, warmups, forwards: counted; forwards is the
-    longest chain of draws, and at least so many steps.
+    and on no path.   again: tokens known before that had to be computed once more for their logits: the last of a prompt found whole (R4), and
+    of scored paths what they share.   recomputed: what was computed beyond unique − fed; Y6 says that it is `again`, and no more.
     """
 
     prompt: int = 0
@@ -37,6 +37,7 @@ class RunUsage:
     requests: int = 0
     warmups: int = 0
     scored: int = 0
+    again: int = 0
 
     @property
     def hit(self) -> float:
@@ -63,7 +64,9 @@ def usage_of(records: Sequence[Record]) -> RunUsage:
         warmups += r.kind == "warm"
         scored += r.kind == "score"
     unique, fed = _trie(done)
-    return RunUsage(prompt, cached, prompt - cached, unique, fed, completion, forced, dropped, len(done), warmups, scored)
+    return RunUsage(
+        prompt, cached, prompt - cached, unique, fed, completion, forced, dropped, len(done), warmups, scored, _again(done)
+    )
 
 
 def _trie(records: Sequence[Record]) -> tuple[int, int]:
@@ -77,6 +80,37 @@ def _trie(records: Sequence[Record]) -> tuple[int, int]:
         unique += _size([ids for ids, _ in prompts])
         fed += _fed(prompts, [r for r in each if r.kind == "gen"])
     return unique, fed
+
+
+def _again(records: Sequence[Record]) -> int:
+    """Predicted from what was asked, not from what was computed."""
+    count = 0
+    selects: dict[tuple[object, ...], list[Record]] = {}
+    for number, r in enumerate(records):
+        assert r.output is not None
+        ids, cached = r.request.token_ids, r.output.usage.cached_tokens
+        if r.kind == "score":
+            start = r.request.sampling.prompt_logprobs or 0
+            selects.setdefault((r.program, r.branch, r.ordinal, start), []).append(r)
+            count += start > 0 and cached == start - 1
+        elif cached == len(ids) - 1 and cached:
+            count += any(_knows(other, ids, r.started) for other in records[:number])
+    for (_, _, _, at), paths in selects.items():
+        assert isinstance(at, int)
+        tails = sorted(r.request.token_ids[at:] for r in paths)
+        count += sum(map(len, tails)) - _size(tails)
+    return count
+
+
+def _knows(record: Record, ids: tuple[int, ...], when: float) -> bool:
+    """It had left all of these tokens in the tree by then."""
+    if record.output is None or record.ended > when:
+        return False
+    own = record.request.token_ids
+    if own[: len(ids)] == ids:
+        return True
+    drawn = record.output.token_ids[: len(record.output.token_ids) - record.num_unfed]
+    return len(own) + len(drawn) >= len(ids) and (*own, *drawn)[: len(ids)] == ids
 
 
 def _size(paths: Sequence[tuple[int, ...]]) -> int:
