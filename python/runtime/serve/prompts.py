@@ -22,8 +22,9 @@ from phloem.runtime.serve.body import Notes, truth_of
 from phloem.runtime.serve.config import ServerConfig
 from phloem.runtime.serve.errors import ApiError, shown
 from phloem.runtime.serve.host import Served
+from phloem.runtime.serve.sandbox import KillableTemplate
 from phloem.runtime.text.chat import ROLES, encode_chat, render_chat
-from phloem.runtime.text.template import names_read
+from phloem.runtime.text.template import ChatTemplate, names_read
 from phloem.runtime.text.tools import detect
 from phloem.runtime.text.tools.base import Tool, ToolFormat, tools_of
 
@@ -45,6 +46,8 @@ class Turns:
     add_generation_prompt: bool
     continues: bool
     size: int
+    template: str | None = None
+    """The request's own."""
 
 
 class Prompts:
@@ -121,7 +124,7 @@ class Prompts:
         size = sum(_utf8_size(m["content"]) for m in checked) + sum(len(bytes(raw)) for raw in body.tools or ())
         self._check_size(size, "messages")
         generation = body.add_generation_prompt is not False and not continues
-        return Turns(checked, tools, self._variables(body, notes), generation, continues, size)
+        return Turns(checked, tools, self._variables(body, notes), generation, continues, size, body.chat_template)
 
     def _variables(self, body: wire.Conversation, notes: Notes) -> dict[str, Any]:
         variables = dict(body.chat_template_kwargs or {})
@@ -151,7 +154,7 @@ class Prompts:
 
     async def encode_turns(self, turns: Turns, add_special_tokens: bool = False) -> tuple[int, ...]:
         """Raises InvalidRequestError with the template's own words where it refuses."""
-        ids = await _off_loop(turns.size, lambda: self._encode_turns(turns))
+        ids = await self._with_template(turns, self._encode_turns)
         if add_special_tokens and self.tokenizer.bos_id is not None and ids[:1] != [self.tokenizer.bos_id]:
             ids = [self.tokenizer.bos_id, *ids]
         if not ids:
@@ -161,17 +164,27 @@ class Prompts:
         return tuple(ids)
 
     async def render_turns(self, turns: Turns) -> str:
-        return await _off_loop(turns.size, lambda: self._render_turns(turns))
+        return await self._with_template(turns, self._render_turns)
 
-    def _options(self, turns: Turns) -> tuple[list[Any], dict[str, Any]]:
+    async def _with_template(self, turns: Turns, work: Callable[[Turns, str | ChatTemplate | None], T]) -> T:
+        """On the loop if it is short; a template of the request's own in a thread, which waits for a process that can be killed."""
+        if turns.template is None:
+            return await _off_loop(turns.size, lambda: work(turns, self._template))
+        own = KillableTemplate(turns.template)
+        try:
+            return await asyncio.to_thread(work, turns, own)
+        finally:
+            own.close()
+
+    def _options(self, turns: Turns, template: str | ChatTemplate | None) -> tuple[list[Any], dict[str, Any]]:
         messages: list[Any] = turns.messages
         tools: list[dict[str, Any]] | None = None
         if turns.tools or any(m["role"] == "tool" or "tool_calls" in m for m in messages):
             messages, tools = self.tool_format.prepare(messages, turns.tools)
-        return messages, {"tools": tools, "variables": dict(turns.variables), "template": self._template}
+        return messages, {"tools": tools, "variables": dict(turns.variables), "template": template}
 
-    def _encode_turns(self, turns: Turns) -> list[int]:
-        messages, options = self._options(turns)
+    def _encode_turns(self, turns: Turns, template: str | ChatTemplate | None) -> list[int]:
+        messages, options = self._options(turns, template)
         if not turns.continues:
             return encode_chat(self.tokenizer, messages, add_generation_prompt=turns.add_generation_prompt, **options)
         opened = self._opened(messages, options)
@@ -183,8 +196,8 @@ class Prompts:
             raise InvalidRequestError("continue_final_message needs a message before the one to continue.", param="messages")
         return encode_chat(self.tokenizer, messages[:-1], add_generation_prompt=True, **options)
 
-    def _render_turns(self, turns: Turns) -> str:
-        messages, options = self._options(turns)
+    def _render_turns(self, turns: Turns, template: str | ChatTemplate | None) -> str:
+        messages, options = self._options(turns, template)
         if not turns.continues:
             return render_chat(self.tokenizer, messages, add_generation_prompt=turns.add_generation_prompt, **options)
         opened = render_chat(self.tokenizer, messages[:-1], add_generation_prompt=True, **options)

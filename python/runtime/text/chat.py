@@ -83,7 +83,7 @@ def render_chat(
     *,
     add_generation_prompt: bool = True,
     tools: Sequence[Mapping[str, Any]] | None = None,
-    template: str | None = None,
+    template: str | ChatTemplate | None = None,
     variables: Mapping[str, Any] | None = None,
 ) -> str:
     """The conversation as the model's template writes it.
@@ -102,7 +102,7 @@ def encode_chat(
     *,
     add_generation_prompt: bool = True,
     tools: Sequence[Mapping[str, Any]] | None = None,
-    template: str | None = None,
+    template: str | ChatTemplate | None = None,
     variables: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Ids of `render_chat`, BOS only where the template writes it. Spellings of control tokens in contents, tools and
@@ -123,12 +123,14 @@ def encode_chat(
     return list(_encode_marked(tokenizer, marked, marks))
 
 
-def _template(tokenizer: Tokenizer, wanted: str | None, tools: Any) -> ChatTemplate:
+def _template(tokenizer: Tokenizer, wanted: str | ChatTemplate | None, tools: Any) -> ChatTemplate:
     named = tokenizer.templates
     if tools is not None and (
         isinstance(tools, (str, bytes)) or not isinstance(tools, Sequence) or not all(isinstance(t, Mapping) for t in tools)
     ):
         raise InvalidRequestError(f"tools is {tools!r}; expected a list of JSON schemas of functions.", param="tools")
+    if isinstance(wanted, ChatTemplate):
+        return wanted
     if wanted is not None:
         if not isinstance(wanted, str):
             raise InvalidRequestError(f"template is {wanted!r}; expected a template's name or its source.", param="template")
