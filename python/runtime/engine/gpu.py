@@ -15,6 +15,7 @@ from phloem.runtime.backends.base import Backend, KVSpec, Limits, Model
 from phloem.runtime.config import Dtype, EngineConfig, Hardware, Resolved
 from phloem.runtime.errors import ConfigError
 from phloem.runtime.executor.device import DeviceExecutor
+from phloem.runtime.models.convert import Dtype as LoadDtype
 from phloem.runtime.models.convert import common_kind, num_bytes
 from phloem.runtime.models.loader import OpenModel
 
@@ -54,15 +55,17 @@ def check_dtype(device: str, dtype: Dtype) -> None:
         )
 
 
-def gpu_dtype(dtype: Dtype, opened: OpenModel) -> Dtype:
-    """What "auto" means for this file: plain weights as bf16, or as f16 if they are all f16; blocks stay."""
+def gpu_dtype(dtype: Dtype, opened: OpenModel) -> LoadDtype:
+    """What "auto" means for this file: plain weights as bf16, or as f16 if they are all f16; blocks stay, and so do the groups of GPTQ and AWQ."""
     kinds = {t.kind for a in opened.assignments if a.rule.form != "vector" for t in a.tensors}
+    if dtype == "auto" and "int4" in kinds:
+        return "int4"
     if dtype != "auto" or not kinds <= {"f32", "bf16", "f16"}:
         return dtype
     return "f16" if kinds == {"f16"} else "bf16"
 
 
-def planned_bytes(device: str, dtype: Dtype, opened: OpenModel) -> int:
+def planned_bytes(device: str, dtype: LoadDtype, opened: OpenModel) -> int:
     """What the weights will take on the device."""
     whole = opened.weight_bytes(dtype)
     if device != "cuda":
@@ -74,7 +77,7 @@ def planned_bytes(device: str, dtype: Dtype, opened: OpenModel) -> int:
     return whole
 
 
-def make_backend(resolved: Resolved, dtype: Dtype) -> Backend:
+def make_backend(resolved: Resolved, dtype: LoadDtype) -> Backend:
     """dtype: as `gpu_dtype` says."""
     if resolved.device != "cuda":
         return create_backend(resolved.device, threads=resolved.threads)

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from torch import Tensor
 from phloem.runtime.backends.base import Model
 from phloem.runtime.backends.cuda.lanes import Event
 from phloem.runtime.backends.cuda.runner import CudaRunner
-from phloem.runtime.errors import EngineClosedError
+from phloem.runtime.errors import ConfigError, EngineClosedError
 from phloem.runtime.executor.base import Ticket
 from phloem.runtime.executor.batch import PackedRows, Part, first_logit, pack, split
 from phloem.runtime.executor.device_sampler import DeviceDraw, DeviceSampler, DeviceScore
@@ -32,6 +33,9 @@ from phloem.runtime.executor.local import add_failure, score_rows
 from phloem.runtime.executor.sampler import not_finite
 from phloem.runtime.request import TokenLogprob
 from phloem.runtime.step import NO_SLOT, RowFailure, SampleSpec, StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from phloem.runtime.models.live import LiveWeights
 
 __all__ = ["DeviceExecutor", "DeviceTicket"]
 
@@ -83,6 +87,7 @@ class DeviceExecutor:
         self.last_token = torch.zeros(max_running, dtype=torch.int32, device=self.device.torch_device)
         self.host_wait_seconds = self.device_stall_seconds = self.device_seconds = 0.0
         self.steps = 0
+        self.weights: LiveWeights | None = None  # they cannot be looked at or changed yet
         self._runner, self._sampler, self._max_logits, self._overlap = runner, sampler, max_logits, overlap
         self._compute, self._copies = runner.stream, self.device.stream("copies")
         self._newest: DeviceTicket | None = None
@@ -144,6 +149,12 @@ class DeviceExecutor:
     def serve(self, model: Model) -> None:
         """Another model of the same shape from the next step on, over the same pages. Nothing is in flight."""
         self._runner.rebind(model)
+
+    def discard_kv(self) -> int:
+        raise ConfigError("the cuda backend cannot hand its KV pool back; close the engine instead.", param="suspend")
+
+    def restore_kv(self) -> None:
+        raise AssertionError("nothing was handed back")
 
     def close(self) -> None:
         """Idempotent."""

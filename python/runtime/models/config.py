@@ -14,6 +14,7 @@ from typing import Any
 
 from phloem.runtime.errors import ModelLoadError, UnsupportedModelError
 from phloem.runtime.layers.rope import RopeConfig
+from phloem.runtime.models.quantised import int4_format
 from phloem.runtime.models.registry import ARCHITECTURES
 
 __all__ = ["ModelConfig", "check_num_layers", "config_from_hf", "token_ids"]
@@ -214,14 +215,7 @@ def _architecture(raw: Mapping[str, Any], source: str) -> str:
 
 
 def _refuse_what_we_lack(raw: Mapping[str, Any], source: str) -> None:
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"]
-        method = method.get("quant_method", method) if isinstance(method, dict) else method
-        raise UnsupportedModelError(
-            f"{source}: quantization_config {method!r} is not supported. Use the unquantised checkpoint, with dtype='q8' or 'q4' to "
-            "quantise at load, or a GGUF file.",
-            param="quantization_config",
-        )
+    int4_format(raw, source)
     act = raw.get("hidden_act", "silu")
     if act not in ("silu", "swish"):
         raise UnsupportedModelError(f"{source}: hidden_act {act!r} is not supported; Phloem has 'silu'.", param="hidden_act")

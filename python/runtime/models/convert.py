@@ -27,7 +27,7 @@ from phloem.runtime.models.stored import PLAIN, Stored
 
 __all__ = ["Dtype", "as_weights", "common_kind", "num_bytes", "target_kind"]
 
-Dtype = Literal["auto", "f32", "bf16", "f16", "fp8", "q8", "q4"]
+Dtype = Literal["auto", "f32", "bf16", "f16", "fp8", "q8", "q4", "int4"]
 _AUTO: dict[str, WeightKind] = {"f32": "f32", "bf16": "bf16", "q8_0": "q8_0", "q4_0": "q4_0", "q4_1": "q4_1"}
 
 
@@ -39,6 +39,8 @@ def target_kind(stored: str, dtype: Dtype, *, is_table: bool) -> WeightKind:
         return dtype
     if dtype == "fp8":
         return "bf16" if is_table else "f8"
+    if dtype == "int4":  # what "auto" is for a GPTQ or AWQ file on cuda; no option of its own
+        return "int4" if stored == "int4" else "bf16"
     if dtype == "q8":
         return "q8_0"
     if stored in ("q4_0", "q4_1") or (stored == "q8_0" and is_table):
@@ -73,6 +75,8 @@ def num_bytes(tensors: Sequence[Stored], dtype: Dtype, *, is_table: bool) -> int
     """Bytes of what `as_weights` will make."""
     kind = common_kind(tensors, dtype, is_table=is_table)
     elements = sum(t.shape[0] * t.shape[1] for t in tensors)
+    if kind == "int4":
+        return sum(t.nbytes for t in tensors)
     if kind == "f8":
         return elements + 4 * sum(t.shape[0] for t in tensors)  # as the backend keeps it: a scale a row
     return elements // BLOCK * BLOCK_BYTES[kind] if kind in BLOCK_BYTES else elements * PLAIN[kind].itemsize

@@ -24,6 +24,7 @@ from phloem.runtime.models.embedded import EMBEDDED_NAME, find_embedded
 from phloem.runtime.models.gguf import GgufFile
 from phloem.runtime.models.gguf_config import config_from_gguf
 from phloem.runtime.models.live import LiveWeights, slots_of
+from phloem.runtime.models.quantised import int4_format, present
 from phloem.runtime.models.registry import architecture_named
 from phloem.runtime.models.safetensors_file import INDEX, SINGLE, read_json, read_safetensors, read_sharded
 from phloem.runtime.models.weights import Architecture, Assignment, assign, fill, planned_bytes
@@ -183,7 +184,8 @@ def _open_directory(path: Path, name: str) -> OpenModel:
         files = sorted(p.name for p in path.glob("*.gguf"))
         hint = f" It holds {files[0]}: name that file." if files else " Expected a transformers directory or a .gguf file."
         raise ModelLoadError(f"{path}: no config.json.{hint}", param="model")
-    config = config_from_hf(read_json(path / "config.json"), str(path / "config.json"))
+    raw = read_json(path / "config.json")
+    config = config_from_hf(raw, str(path / "config.json"))
     if (path / INDEX).is_file():
         tensors = read_sharded(path / INDEX)
     elif (path / SINGLE).is_file():
@@ -191,6 +193,9 @@ def _open_directory(path: Path, name: str) -> OpenModel:
     else:
         found = ", ".join(sorted(p.name for p in path.glob("*.bin"))) or "no weights"
         raise UnsupportedModelError(f"{path}: expected {SINGLE} or {INDEX}; found {found}.", param="model")
+    int4 = int4_format(raw, str(path / "config.json"))
+    if int4 is not None:
+        tensors = present(tensors, int4, str(path))
     kind = architecture_named(config.architecture, str(path))
     generation = read_json(path / "generation_config.json") if (path / "generation_config.json").is_file() else {}
     extra_eos = token_ids(generation.get("eos_token_id"), str(path / "generation_config.json"), "eos_token_id")

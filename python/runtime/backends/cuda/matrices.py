@@ -5,8 +5,8 @@
     Int4     4 bits, scale and zero a group of a row   torch._weight_int4pack_mm (tinygemm): w = (q - 8) * scale + zero, bf16 only
 
 Int4 takes GGUF's q4_0 and q4_1 as stored, groups of 32: w = d (q - 8), and w = d q + m = d (q - 8) + (m + 8 d). Scale and zero are
-rounded to bf16, which is the kernel's format. q8_0 has no kernel here and becomes plain, at twice its size: tables are stored so in
-4-bit files. GPTQ and AWQ say (q - z) s: scale s, zero (8 - z) s.
+rounded to bf16, which is the kernel's format. GPTQ and AWQ come as Weight("int4") (models/quantised.py): (q - z) s is scale s and zero
+(8 - z) s. q8_0 has no kernel here and becomes plain, at twice its size: 4-bit files keep their tables so.
 """
 
 from __future__ import annotations
@@ -31,13 +31,10 @@ __all__ = [
     "int4_from_blocks",
     "pack_matrix",
     "scaled_rows",
-    "unpack_awq",
-    "unpack_gptq",
 ]
 
 FP8_MAX = 448.0  # the largest e4m3
 INNER_K_TILES = 8  # of tinygemm's packing: `in` must be a multiple of 16 times this
-AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where AWQ keeps the eight 4-bit values of an int32
 
 
 @dataclass(slots=True)
@@ -143,6 +140,15 @@ def pack_matrix(parts: Sequence[Weight], *, gated: bool, compute: torch.dtype, d
             raise KernelError("the int4 kernel computes in bf16; use dtype='q4' or 'auto' with a bf16 model.")
         found = [int4_from_blocks(p) for p in parts]
         return pack_int4([q for q, _ in found], [s for _, s in found], 32, gated=gated, device=device)
+    if kinds == {"int4"}:
+        if compute != torch.bfloat16:
+            raise KernelError("the int4 kernel computes in bf16; use dtype='auto'.")
+        split = [_grouped(p) for p in parts]
+        if len({group for *_, group in split}) != 1:
+            raise KernelError(
+                f"parts of one int4 matrix have groups of {sorted({group for *_, group in split})}; expected one size."
+            )
+        return pack_int4([q for q, *_ in split], [s for _, s, _ in split], split[0][2], gated=gated, device=device)
     raise KernelError(
         f"no kernel of the cuda backend multiplies {', '.join(sorted(kinds))}. Use dtype='bf16', 'f16', 'fp8' or 'q4', or a file that "
         "stores one of them."
@@ -169,6 +175,14 @@ def pack_int4(
     return Int4Matrix(packed, pairs, group, (rows, columns), gated)
 
 
+def _grouped(part: Weight) -> tuple[Tensor, Tensor, int]:
+    """Weight("int4") as (quants, pairs, elements of a group)."""
+    rows, columns = part.shape
+    groups = (part.data.shape[1] - columns) // 8
+    pairs = part.data[:, columns:].contiguous().view(torch.float32).view(rows, groups, 2)
+    return part.data[:, :columns].contiguous(), pairs, columns // groups
+
+
 def int4_from_blocks(part: Weight) -> tuple[Tensor, Tensor]:
     """GGUF q4_0 or q4_1 as (quants uint8 [out, in], (scale, zero) float32 [out, in / 32, 2])."""
     rows, columns = part.shape
@@ -179,28 +193,3 @@ def int4_from_blocks(part: Weight) -> tuple[Tensor, Tensor]:
     q = torch.cat([nibbles & 15, nibbles >> 4], dim=-1).reshape(rows, columns)  # element i low, i + 16 high
     zero = torch.zeros_like(d) if part.kind == "q4_0" else raw[..., 2:4].contiguous().view(torch.float16).float() + 8 * d
     return q, torch.cat([d, zero], dim=-1)
-
-
-def _nibbles(packed: Tensor, order: Sequence[int]) -> Tensor:
-    """int32 [r, c] -> uint8 [r, 8 c]: value j of an int32 stands at 4-bit place order[j]."""
-    shifts = torch.tensor(order, dtype=torch.int32, device=packed.device) * 4
-    return ((packed[..., None] >> shifts) & 15).to(torch.uint8).reshape(packed.shape[0], -1)
-
-
-def _pairs(zeros: Tensor, scales: Tensor) -> Tensor:
-    """zeros, scales [in / group, out] -> float32 [out, in / group, 2]."""
-    s = scales.float()
-    return torch.stack([s, (8 - zeros.float()) * s], dim=-1).permute(1, 0, 2).contiguous()
-
-
-def unpack_gptq(qweight: Tensor, qzeros: Tensor, scales: Tensor, *, zero_offset: int = 1) -> tuple[Tensor, Tensor]:
-    """GPTQ: qweight int32 [in / 8, out], qzeros int32 [in / group, out / 8], scales [in / group, out] -> as `pack_int4` takes them.
-
-    zero_offset: the classic format ("gptq", v1) stores zero - 1; "gptq_v2" stores it as it is: 0."""
-    q = _nibbles(qweight.t().contiguous(), range(8))
-    return q, _pairs(_nibbles(qzeros, range(8)).to(torch.int32) + zero_offset, scales)
-
-
-def unpack_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """AWQ "gemm": qweight int32 [in, out / 8], qzeros int32 [in / group, out / 8], scales [in / group, out]."""
-    return _nibbles(qweight, AWQ_ORDER).t().contiguous(), _pairs(_nibbles(qzeros, AWQ_ORDER), scales)

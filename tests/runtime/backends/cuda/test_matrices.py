@@ -9,17 +9,15 @@ import torch
 from phloem.runtime.backends.base import Weight, WeightKind
 from phloem.runtime.backends.blocks import dequantise, quantise
 from phloem.runtime.backends.cuda.matrices import (
-    AWQ_ORDER,
     Fp8Matrix,
     Int4Matrix,
     PlainMatrix,
     pack_int4,
     pack_matrix,
     scaled_rows,
-    unpack_awq,
-    unpack_gptq,
 )
 from phloem.runtime.errors import KernelError
+from phloem.runtime.models.quantised import AWQ_ORDER, unpack_awq, unpack_gptq
 
 CPU = torch.device("cpu")
 
