@@ -58,4 +58,6 @@ def main() -> None:
             file=sys.stderr,
         )
         sys.exit(1)
+    if sys.argv[1:2] == ["serve"]:
+        sys.exit(serve.main(sys.argv[2:]))
     app()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from phloem.cli import bench_serve
 from phloem.cli.flags import with_flags
 from phloem.cli.session import DEBUG, QUIET, fail, one_line_errors, open_engine
 
@@ -20,10 +21,14 @@ __all__ = ["register"]
 
 
 def register(app: typer.Typer) -> None:
-    app.command("bench")(one_line_errors(with_flags()(bench)))
+    group = typer.Typer(rich_markup_mode=None, add_completion=False)
+    group.callback(invoke_without_command=True)(one_line_errors(with_flags()(bench)))
+    bench_serve.register(group)
+    app.add_typer(group, name="bench")
 
 
 def bench(
+    ctx: typer.Context,
     prompts: Annotated[int, typer.Option("--prompts", help="Prompts that run at once.", min=1)] = 8,
     prompt_tokens: Annotated[
         int, typer.Option("--prompt-tokens", help="Tokens a prompt; no two prompts share a prefix.", min=2)
@@ -36,7 +41,9 @@ def bench(
     *,
     engine: dict[str, Any],
 ) -> None:
-    """Measure prefill and decode throughput."""
+    """Measure prefill and decode throughput; `bench serve` measures a running server."""
+    if ctx.invoked_subcommand is not None:
+        return
     from phloem.runtime.config import make_config
 
     make_config(**engine)

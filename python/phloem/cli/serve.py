@@ -22,7 +22,7 @@ from phloem.runtime.errors import ConfigError, PhloemError
 if TYPE_CHECKING:
     from phloem.runtime.serve.config import Flag, Loaded
 
-__all__ = ["Parsed", "parse", "read_options", "register", "usage"]
+__all__ = ["Parsed", "main", "parse", "read_options", "register", "usage"]
 
 GROUPS = ("Model", "Memory", "Scheduling", "API", "Life, logs")
 
@@ -34,19 +34,24 @@ def register(app: typer.Typer) -> None:
 
 def serve(ctx: typer.Context) -> None:
     """Serve a model over HTTP: the OpenAI API, /generate, /metrics. `phloem serve --help` lists the options."""
-    if any(word in ("-h", "--help") for word in ctx.args):
+    raise typer.Exit(main(ctx.args))
+
+
+def main(words: Sequence[str]) -> int:
+    """The command without typer, which would load pydantic to say what the options are (C3). The exit code."""
+    if any(word in ("-h", "--help") for word in words):
         print(usage())
-        return
+        return 0
     try:
-        loaded, notes = read_options(ctx.args, os.environ)
+        loaded, notes = read_options(words, os.environ)
     except PhloemError as error:
         _say(error.message)
-        raise typer.Exit(2) from None
+        return 2
     for note in notes:
         _say(note)
     from phloem.runtime.serve.main import run
 
-    raise typer.Exit(run(loaded))
+    return run(loaded)
 
 
 def _say(text: str) -> None:
@@ -181,7 +186,7 @@ def usage() -> str:
                 lines += _entry(flag)
         if group == "Life, logs":
             lines += _two_columns("--config FILE", "A TOML file with options.")
-    lines += ["", "Accepted, and not needed: " + ", ".join(ACCEPTED) + "."]
+    lines += ["", *textwrap.wrap(f"Accepted, and not needed: {', '.join(ACCEPTED)}.", 120, break_on_hyphens=False)]
     lines += [
         "",
         "Exit status: 0, 2 wrong usage, 3 the model, 4 its memory, 5 the port, 6 the engine died, 130 a second signal, else 1.",
@@ -207,7 +212,7 @@ def _metavar(flag: Flag) -> str:
 
 
 def _two_columns(left: str, right: str) -> list[str]:
-    wrapped = textwrap.wrap(right, 84) or [""]
+    wrapped = textwrap.wrap(right, 84, break_on_hyphens=False) or [""]
     first = f"  {left:<32} {wrapped[0]}" if len(left) <= 32 else f"  {left}"
     rest = wrapped[1:] if len(left) <= 32 else wrapped
     return [first, *(" " * 35 + line for line in rest)]
