@@ -12,11 +12,9 @@
 namespace phloem::PHLOEM_NS {
 namespace {
 
-constexpr int kBlock = 16;
 constexpr int kBlocks = kSplit / kBlock;
 // Pieces between the one in use and the one being fetched: a piece lasts some 60 ns, memory 100 and more (1 row: 19 -> 23 GB/s).
 constexpr int kAhead = 4;
-constexpr int kScoreStride = kSplit + 16;  // not a power of two: rows would share a few L1 sets
 
 struct Piece {
   const void* k;  // [head_dim][page_size], from its first position; null: the page is smaller than a block, gather it
@@ -27,7 +25,7 @@ struct Piece {
 
 // A thread's memory, cut from Spmd::scratch.
 struct Scratch {
-  float* q;         // [R][D], scaled
+  float* q;         // [D][R], scaled
   float* s;         // [R][kScoreStride]
   float* o;         // [R][D], of the current split
   float* m;         // [R] its maxima
@@ -35,8 +33,8 @@ struct Scratch {
   float* all_o;     // [R][D], of the splits so far
   float* all_m;
   float* all_l;
-  float* k;         // [D][16], one piece expanded to float
-  float* v;         // [16][D]
+  float* k;         // [kRun][D][16], pieces expanded to float
+  float* v;         // [kRun][16][D]
   int32_t* low;     // [tokens]: a token sees positions low .. high - 1
   int32_t* high;
   int32_t* segment; // [tokens]: first token of each segment in the tile
@@ -60,8 +58,8 @@ size_t carve(const AttentionShape& shape, char* base, Scratch* out) {
   out->all_o = floats(rows * dim);
   out->all_m = floats(rows);
   out->all_l = floats(rows);
-  out->k = floats(dim * kBlock);
-  out->v = floats(dim * kBlock);
+  out->k = floats(kRun * dim * kBlock);
+  out->v = floats(kRun * dim * kBlock);
   out->low = reinterpret_cast<int32_t*>(take(tokens * sizeof(int32_t)));
   out->high = reinterpret_cast<int32_t*>(take(tokens * sizeof(int32_t)));
   out->segment = reinterpret_cast<int32_t*>(take((tokens + 1) * sizeof(int32_t)));
@@ -76,14 +74,14 @@ template <class T>
 struct Worker {
   const AttentionArgs& args;
   const Scratch scratch;
-  const int group, dim, page_size;
+  const int group, dim, page_size, ldq;
   const Tile* tile = nullptr;
   const Segment* segments = nullptr;
   int kv_head = 0;
   int num_pieces = 0;
 
   Worker(const AttentionArgs& a, const Scratch& s)
-      : args(a), scratch(s), group(a.shape.heads / a.shape.kv_heads), dim(a.shape.head_dim), page_size(a.shape.page_size) {}
+      : args(a), scratch(s), group(a.shape.heads / a.shape.kv_heads), dim(a.shape.head_dim), page_size(a.shape.page_size), ldq(tile_rows(a.shape)) {}
 
   const T* k_page(int page) const {
     return static_cast<const T*>(args.k_cache) + ((int64_t)page * args.shape.kv_heads + kv_head) * dim * page_size;
@@ -108,7 +106,7 @@ struct Worker {
         scratch.high[token] = segments[i].position + j + 1;
         scratch.low[token] = args.window > 0 ? at_least(0, scratch.high[token] - args.window) : 0;
         const float* q = args.qkv + (segments[i].token + j) * args.qkv_ld + (int64_t)head * group * dim;
-        scale_row(q, args.scale, group * dim, scratch.q + (int64_t)token * group * dim);
+        for (int g = 0; g < group; g++) scale_column(q + g * dim, args.scale, dim, scratch.q + token * group + g, ldq);
       }
     }
     scratch.segment[t.num_segments] = token;
@@ -119,28 +117,48 @@ struct Worker {
     return low / kSplit;
   }
 
-  // The pieces of split s, in the order in which they are used.
+  // The pieces of a split, in the order in which they are used: runs of kRun blocks, each run by those that share it, where all
+  // of its blocks are shared alike.
   void list_pieces(int split) {
     num_pieces = 0;
     const int end = at_most(tile->length, (split + 1) * kSplit);
-    for (int position = split * kSplit; position < end; position += kBlock)
-      for (int i = 0; i < tile->num_segments;) {
-        const int begin_segment = i++;
-        while (i < tile->num_segments && segments[i].shared >= position + kBlock) i++;
-        int first = scratch.segment[begin_segment], last = scratch.segment[i];
-        while (first < last && !sees(first, position, position + kBlock)) first++;
-        while (first < last && !sees(last - 1, position, position + kBlock)) last--;
-        if (first == last) continue;
-        Piece& piece = scratch.pieces[num_pieces++];
-        piece = {nullptr, nullptr, begin_segment, position, first, last};
-        // Of several segments any one knows the page, but only one that reaches this far has it in its table.
-        while (scratch.segment[piece.segment + 1] <= first) piece.segment++;
-        if (page_size >= kBlock) {
-          const int page = page_of(segments[piece.segment], position), offset = position & (page_size - 1);
-          piece.k = k_page(page) + offset;
-          piece.v = v_page(page) + offset * dim;
+    for (int position = split * kSplit; position < end; position += kRun * kBlock) {
+      const int last = at_most(position + kRun * kBlock, (end + kBlock - 1) & ~(kBlock - 1));
+      bool alike = true;
+      for (int i = 1; i < tile->num_segments; i++) alike = alike && (segments[i].shared < position + kBlock || segments[i].shared >= last);
+      for (int begin = position; begin < last; begin = alike ? last : begin + kBlock)
+        for (int i = 0; i < tile->num_segments;) {
+          const int first = i++;
+          while (i < tile->num_segments && segments[i].shared >= begin + kBlock) i++;
+          for (int at = begin; at < (alike ? last : begin + kBlock); at += kBlock) add_piece(at, first, i);
         }
-      }
+    }
+  }
+  // Those of segments [first_segment, last_segment) that see any of the block at `position`.
+  void add_piece(int position, int first_segment, int last_segment) {
+    int first = scratch.segment[first_segment], last = scratch.segment[last_segment];
+    while (first < last && !sees(first, position, position + kBlock)) first++;
+    while (first < last && !sees(last - 1, position, position + kBlock)) last--;
+    if (first == last) return;
+    Piece& piece = scratch.pieces[num_pieces++];
+    piece = {nullptr, nullptr, first_segment, position, first, last};
+    // Of several segments any one knows the page, but only one that reaches this far has it in its table.
+    while (scratch.segment[piece.segment + 1] <= first) piece.segment++;
+    if (page_size >= kBlock) {
+      const int page = page_of(segments[piece.segment], position), offset = position & (page_size - 1);
+      piece.k = k_page(page) + offset;
+      piece.v = v_page(page) + offset * dim;
+    }
+  }
+  // Pieces from i on that can go together: the same tokens, positions on end.
+  int run_of(int i) const {
+    const Piece& piece = scratch.pieces[i];
+    int n = 1;
+    for (; n < kRun && i + n < num_pieces && piece.k != nullptr; n++) {
+      const Piece& next = scratch.pieces[i + n];
+      if (next.first != piece.first || next.last != piece.last || next.position != piece.position + n * kBlock) break;
+    }
+    return n;
   }
 
   // Pages smaller than a block: a block's worth of them, expanded to float, as far as any of the piece's tokens sees (all that
@@ -168,24 +186,27 @@ struct Worker {
       for (int j = 0; j < n; j++) to[j] = to_float(page[j]);
     }
   }
-  void score(const Piece& piece, const void* next, int next_stride) {
-    const int rows = (piece.last - piece.first) * group;
-    const float* q = scratch.q + (int64_t)piece.first * group * dim;
-    float* s = scratch.s + (int64_t)piece.first * group * kScoreStride + (piece.position & (kSplit - 1));
-    if (piece.k == nullptr) {
-      gather_k(piece);
-      scores(rows, dim, q, scratch.k, kBlock, s, kScoreStride, nullptr, 0);
+  void score(const Piece* pieces, int n, const Ahead* ahead) {
+    const int first = pieces->first, rows = (pieces->last - first) * group;
+    const float* q = scratch.q + first * group;
+    float* s = scratch.s + (int64_t)first * group * kScoreStride + (pieces->position & (kSplit - 1));
+    const float* expanded[kRun];
+    for (int p = 0; p < n; p++) expanded[p] = scratch.k + p * dim * kBlock;
+    if (pieces->k == nullptr) {
+      gather_k(*pieces);
+      scores(rows, dim, q, ldq, expanded, kBlock, 1, s, nullptr);
       return;
     }
-    const T* k = static_cast<const T*>(piece.k);
+    const T* k[kRun];
+    for (int p = 0; p < n; p++) k[p] = static_cast<const T*>(pieces[p].k);
     if constexpr (sizeof(T) == 2) {
       if (rows > kScoreRows) {  // expanded once for several passes
-        expand_k(k, page_size, dim, scratch.k);
-        scores(rows, dim, q, scratch.k, kBlock, s, kScoreStride, next, next_stride);
+        for (int p = 0; p < n; p++) expand_k(k[p], page_size, dim, scratch.k + p * dim * kBlock);
+        scores(rows, dim, q, ldq, expanded, kBlock, n, s, ahead);
         return;
       }
     }
-    scores(rows, dim, q, k, page_size, s, kScoreStride, next, next_stride);
+    scores(rows, dim, q, ldq, k, page_size, n, s, ahead);
   }
 
   // Maxima, exponentials and sums of every row of a split; the scores become weights.
@@ -199,46 +220,64 @@ struct Worker {
     }
   }
 
-  void accumulate(const Piece& piece, const void* next) {
-    const float* v_float = nullptr;
-    const T* v = static_cast<const T*>(piece.v);
-    if (v == nullptr) {
-      gather_v(piece);
-      v_float = scratch.v;
-      next = nullptr;
-    } else if constexpr (sizeof(T) == 2) {
-      if ((piece.last - piece.first) * group > kOutputRows) {
-        expand_v(v, kBlock * dim, scratch.v);
-        v_float = scratch.v;
-      }
+  void accumulate(const Piece* pieces, int n, const Ahead* ahead) {
+    const int first = pieces->first, last = pieces->last, position = pieces->position;
+    const float* expanded[kRun];
+    for (int p = 0; p < n; p++) expanded[p] = scratch.v + p * kBlock * dim;
+    bool expand = pieces->v == nullptr;
+    if (expand) {
+      gather_v(*pieces);
+      ahead = nullptr;
+    } else if (sizeof(T) == 2 && (last - first) * group > kOutputRows) {
+      expand = true;
+      for (int p = 0; p < n; p++) widen_v(static_cast<const T*>(pieces[p].v), scratch.v + p * kBlock * dim);
     }
-    // Tokens that see the whole piece go together; the others (the diagonal, a window's edge) one by one: each row touches
+    const T* v[kRun];
+    for (int p = 0; p < n; p++) v[p] = static_cast<const T*>(pieces[p].v);
+    // Tokens that see all of the pieces go together; the others (the diagonal, a window's edge) one by one: each row touches
     // its own positions and no other, so what lies beyond them may be anything.
-    for (int t = piece.first; t < piece.last;) {
-      const int begin = at_least(scratch.low[t] - piece.position, 0), end = at_most(scratch.high[t] - piece.position, kBlock);
+    for (int t = first; t < last;) {
+      const int whole = n * kBlock;
+      const Values values{n, at_least(scratch.low[t] - position, 0), at_most(scratch.high[t] - position, whole)};
       int after = t + 1;
-      if (begin == 0 && end == kBlock)
-        while (after < piece.last && scratch.low[after] <= piece.position && scratch.high[after] >= piece.position + kBlock) after++;
-      if (begin < end) {
-        const float* s = scratch.s + (int64_t)t * group * kScoreStride + (piece.position & (kSplit - 1));
+      if (values.begin == 0 && values.end == whole)
+        while (after < last && scratch.low[after] <= position && scratch.high[after] >= position + whole) after++;
+      if (values.begin < values.end) {
+        const float* s = scratch.s + (int64_t)t * group * kScoreStride + (position & (kSplit - 1));
         float* o = scratch.o + (int64_t)t * group * dim;
         const int rows = (after - t) * group;
-        if (v_float != nullptr) outputs(rows, dim, begin, end, s, kScoreStride, v_float, o, next);
-        else outputs(rows, dim, begin, end, s, kScoreStride, v, o, next);
-        next = nullptr;
+        if (expand) outputs(rows, dim, values, s, expanded, o, ahead);
+        else outputs(rows, dim, values, s, v, o, ahead);
+        ahead = nullptr;
       }
       t = after;
     }
+  }
+  void widen_v(const uint16_t* v, float* to) const { expand_v(v, kBlock * dim, to); }
+  void widen_v(const float*, float*) const {}
+
+  // What is fetched while piece i of the list is used, the first time around (K) or the second (V).
+  Ahead ahead_of(int i, bool values, int split) const {
+    const int k_bytes = dim * page_size * (int)sizeof(T), v_bytes = dim * kBlock * (int)sizeof(T);
+    int later = i + kAhead;
+    if (later < num_pieces) {
+      const Piece& piece = scratch.pieces[later];
+      return values ? Ahead{static_cast<const char*>(piece.v), v_bytes} : Ahead{static_cast<const char*>(piece.k), k_bytes};
+    }
+    later -= num_pieces;
+    if (!values) return {static_cast<const char*>(scratch.pieces[at_most(later, num_pieces - 1)].v), v_bytes};
+    return {static_cast<const char*>(next_split_k((split + 1) * kSplit + later * kBlock)), k_bytes};
   }
 
   // o, m, l of one split for every row that has positions in it.
   void run_split(int split) {
     list_pieces(split);
     if (num_pieces == 0) return;
-    for (int i = 0; i < num_pieces; i++) {
-      const int later = i + kAhead - num_pieces;
-      if (later < 0) score(scratch.pieces[i], scratch.pieces[i + kAhead].k, page_size * (int)sizeof(T));
-      else score(scratch.pieces[i], scratch.pieces[at_most(later, num_pieces - 1)].v, kBlock * (int)sizeof(T));
+    Ahead ahead[kRun];
+    for (int i = 0, n; i < num_pieces; i += n) {
+      n = run_of(i);
+      for (int p = 0; p < n; p++) ahead[p] = ahead_of(i + p, false, split);
+      score(scratch.pieces + i, n, ahead);
     }
     softmax(split);
     int first = tile->tokens, last = 0;
@@ -247,9 +286,10 @@ struct Worker {
       last = at_least(last, scratch.pieces[i].last);
     }
     clear(scratch.o + (int64_t)first * group * dim, (last - first) * group * dim);
-    for (int i = 0; i < num_pieces; i++) {
-      const int later = i + kAhead - num_pieces;
-      accumulate(scratch.pieces[i], later < 0 ? scratch.pieces[i + kAhead].v : next_split_k((split + 1) * kSplit + later * kBlock));
+    for (int i = 0, n; i < num_pieces; i += n) {
+      n = run_of(i);
+      for (int p = 0; p < n; p++) ahead[p] = ahead_of(i + p, true, split);
+      accumulate(scratch.pieces + i, n, ahead);
     }
   }
   const void* next_split_k(int position) const {

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <new>
+#include <tuple>
 #include <vector>
 
 namespace phloem {
@@ -12,6 +13,7 @@ namespace {
 constexpr int kBlock = 16;            // positions that the kernels take at a time; less sharing than that is none to them
 constexpr int kTileRows = 96;         // scores of a split for 96 rows: 100 KB, within L2 beside a page; 32 tokens at 3 q heads a group
 constexpr int kMemoryCost = 6;        // reading a key and a value from memory takes about the time that 6 rows take to use them
+constexpr int kLargeRows = 24;        // from here on computing takes longer than reading
 constexpr int kItemsPerThread = 4;    // no item longer than a quarter of a thread's share, or its end is waited for
 constexpr int64_t kMaxPartials = 2 << 20;  // floats of partial results, 8 MiB: tiles beyond stay in one piece
 constexpr int kCounterStride = 16;    // uint32 a cache line
@@ -75,7 +77,7 @@ struct AttentionPlan::Impl {
   void group(const PageBatch& batch, Range range);
   void cut_tiles(const AttentionShape& shape, const PageBatch& batch, int32_t threads);
   void cut_items(const AttentionShape& shape, int32_t threads);
-  void sort_items();
+  void sort_items(int32_t group_size);
 };
 
 AttentionPlan::AttentionPlan() : impl_(new Impl) {}
@@ -147,7 +149,7 @@ const char* AttentionPlan::build(const AttentionShape& shape, const PageBatch& b
   m.order_rows(batch, shape.num_pages);
   m.cut_tiles(shape, batch, threads);
   m.cut_items(shape, threads);
-  m.sort_items();
+  m.sort_items(shape.heads / shape.kv_heads);
   if (m.counter_threads < threads) {
     m.counters = allocate<uint32_t>((size_t)(threads + 1) * kCounterStride);
     m.counter_threads = threads;
@@ -311,12 +313,21 @@ void AttentionPlan::Impl::cut_items(const AttentionShape& shape, int32_t threads
     if (tile.splits > 0) std::fill_n(pending.get() + tile.pending, shape.kv_heads, tile.splits);
 }
 
-void AttentionPlan::Impl::sort_items() {
+// Longest first, in steps of two, as the last ones then end together. Among those of about one length a large tile's neighbours
+// are those of the same kv head and split: prompts have many tiles over the same pages, which are then in the thread's cache.
+// A small tile's are its other kv heads, whose part of the pages lies beside.
+void AttentionPlan::Impl::sort_items(int32_t group_size) {
   item_order.resize(items.size());
   for (size_t i = 0; i < items.size(); i++) item_order[i] = (int32_t)i;
-  std::sort(item_order.begin(), item_order.end(), [this](int32_t a, int32_t b) {
-    return item_costs[(size_t)a] != item_costs[(size_t)b] ? item_costs[(size_t)a] > item_costs[(size_t)b] : a < b;
-  });
+  const auto key = [this, group_size](int32_t i) {
+    const AttentionItem& item = items[(size_t)i];
+    int32_t length = 0;
+    while (item_costs[(size_t)i] >> length > 1) length++;
+    const bool large = tiles[(size_t)item.tile].tokens * group_size >= kLargeRows;
+    return large ? std::make_tuple(-length, 0, item.kv_head, item.split, item.tile)
+                 : std::make_tuple(-length, 1, item.tile, item.split, item.kv_head);
+  };
+  std::sort(item_order.begin(), item_order.end(), [&key](int32_t a, int32_t b) { return key(a) < key(b); });
   sorted.resize(items.size());
   for (size_t i = 0; i < items.size(); i++) sorted[i] = items[(size_t)item_order[i]];
   items.swap(sorted);

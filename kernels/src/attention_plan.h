@@ -6,7 +6,7 @@
 //     row 2   [7 3 9 5 8]    shared 4   ┘
 //     row 1   [6 1 ...]      shared 0   ─ a tile for each run of its tokens
 //
-//   item = (tile, kv head), longest first, drawn from an atomic counter. A tile that alone would keep a thread busy long after
+//   item = (tile, kv head), longest first, kv head by kv head, drawn from an atomic counter. A tile that alone would keep a thread busy long after
 //   the others have ended is cut further, one item for each split of 256 positions; whoever finishes a (tile, kv head)'s last
 //   split merges them, in order.
 //

@@ -6,7 +6,7 @@
 
 namespace phloem::PHLOEM_NS {
 namespace {
-constexpr int kChains = W == 16 ? 24 : 12;  // enough to hide the latency, few enough for the registers
+constexpr int kChains = 12;  // enough to hide the latency (4 x 2 units); no more than PHLOEM_UNROLL unrolls, or they wait in memory
 }
 
 float ceiling_read(const char* memory, int64_t bytes, Spmd& spmd) {

@@ -5,7 +5,10 @@
 //                             ├─ fma     panel [k][3 vectors]: read once per tile of MR rows, from L2 after the first tile
 //   w  [3 vectors] load ──────┘
 //
-// The block of k is a matter of caches alone: partial sums wait in `out` as the floats they are.
+// The block of k is a matter of caches alone: partial sums wait in `out` as the floats they are. While the tiles use one block
+// from L1 the next comes from memory into L2, in several streams: more lines are on their way at a time than in one.
+//
+//     block in use  ████████████████████        next  █▒▒▒▒ █▒▒▒▒ █▒▒▒▒ █▒▒▒▒    a line of each for every 4 k of a tile
 #include "linear.h"
 #include "simd.h"
 
@@ -14,15 +17,22 @@ namespace {
 
 constexpr int NV = 3, NR = NV * W;
 constexpr int MR = W == 16 ? 8 : 4;       // 24 + 3 registers of 32, 12 + 3 of 16
-constexpr int kBlockK = W == 16 ? 1024 : 384;  // a block of the panel stays in L2 (AVX-512) or near L1
+constexpr int kBlockK = W == 16 ? 96 : 192;  // 18 KiB of f32: they stay in L1
 constexpr int kRowsBlockK = 128;          // of plain rows: its transposed block stays in L1
 constexpr int kAhead = 4096;              // bytes that a single tile prefetches ahead of itself
 
 enum Source { kFloats, kPairs };
 
-// sums (+)= x[M rows][kc] * panel[kc][NR]. `next` is prefetched along, kLines lines for every 4 k.
+// What is fetched along: kLines lines for every 4 k, `stride` bytes apart; the next ones are `step` bytes further.
+struct Fetch {
+  const char* next;
+  int64_t stride, step;
+};
+
+// sums (+)= x[M rows][kc] * panel[kc][NR].
 template <int M, Source S, int kLines>
-void tile(int kc, const float* x, int64_t x_ld, const char* panel, float* out, bool first, const char*& next) {
+void tile(int kc, const float* x, int64_t x_ld, const char* panel, float* out, bool first, Fetch& fetch) {
+  const char* next = fetch.next;
   vf acc[M][NV];
   PHLOEM_UNROLL for (int m = 0; m < M; m++)
     PHLOEM_UNROLL for (int v = 0; v < NV; v++) acc[m][v] = first ? zero() : load(out + m * NR + v * W);
@@ -53,8 +63,8 @@ void tile(int kc, const float* x, int64_t x_ld, const char* panel, float* out, b
   int k = 0;
   for (; k + 4 <= kc; k += 4) {
     PHLOEM_UNROLL for (int i = 0; i < 4; i += kStep) one(k + i);
-    PHLOEM_UNROLL for (int i = 0; i < kLines; i++) prefetch(next + 64 * i);
-    next += 64 * kLines;
+    PHLOEM_UNROLL for (int i = 0; i < kLines; i++) prefetch_l2(next + fetch.stride * i);
+    if (kLines > 0) next += fetch.step;
   }
   for (; k + kStep <= kc; k += kStep) one(k);
   if (S == kPairs && k < kc) {  // an odd k is last: its pair's other half is padding, x has no such element
@@ -65,21 +75,22 @@ void tile(int kc, const float* x, int64_t x_ld, const char* panel, float* out, b
   }
   PHLOEM_UNROLL for (int m = 0; m < M; m++)
     PHLOEM_UNROLL for (int v = 0; v < NV; v++) store(out + m * NR + v * W, acc[m][v]);
+  fetch.next = next;
 }
 
 // A tile of 1 to MR rows. Each (rows, kLines) is code of its own, so only those that pay exist: kOwn or none.
 template <Source S, int kLines>
-void tile_of(int rows, int kc, const float* x, int64_t x_ld, const char* panel, float* out, bool first, const char* next) {
+void tile_of(int rows, int kc, const float* x, int64_t x_ld, const char* panel, float* out, bool first, Fetch& fetch) {
   switch (rows) {
-    case 1: return tile<1, S, kLines>(kc, x, x_ld, panel, out, first, next);
-    case 2: return tile<2, S, kLines>(kc, x, x_ld, panel, out, first, next);
-    case 3: return tile<3, S, kLines>(kc, x, x_ld, panel, out, first, next);
-    case 4: return tile<4, S, kLines>(kc, x, x_ld, panel, out, first, next);
+    case 1: return tile<1, S, kLines>(kc, x, x_ld, panel, out, first, fetch);
+    case 2: return tile<2, S, kLines>(kc, x, x_ld, panel, out, first, fetch);
+    case 3: return tile<3, S, kLines>(kc, x, x_ld, panel, out, first, fetch);
+    case 4: return tile<4, S, kLines>(kc, x, x_ld, panel, out, first, fetch);
 #if defined(PHLOEM_AVX512)
-    case 5: return tile<5, S, kLines>(kc, x, x_ld, panel, out, first, next);
-    case 6: return tile<6, S, kLines>(kc, x, x_ld, panel, out, first, next);
-    case 7: return tile<7, S, kLines>(kc, x, x_ld, panel, out, first, next);
-    case 8: return tile<8, S, kLines>(kc, x, x_ld, panel, out, first, next);
+    case 5: return tile<5, S, kLines>(kc, x, x_ld, panel, out, first, fetch);
+    case 6: return tile<6, S, kLines>(kc, x, x_ld, panel, out, first, fetch);
+    case 7: return tile<7, S, kLines>(kc, x, x_ld, panel, out, first, fetch);
+    case 8: return tile<8, S, kLines>(kc, x, x_ld, panel, out, first, fetch);
 #endif
     default: return;
   }
@@ -89,24 +100,37 @@ void tile_of(int rows, int kc, const float* x, int64_t x_ld, const char* panel, 
 // of this one run, evenly: otherwise the first tile of every block waits for DRAM (M = 32: 130 -> 160 GFLOP/s).
 template <Source S>
 void block(int kc, const float* x, int64_t x_ld, int rows, const char* panel, int64_t bytes, float* out, bool first, bool fetch) {
-  const char* next = panel + bytes;
-  const char* const end = next + bytes;
-  const int tiles = (rows + MR - 1) / MR;
-  if (tiles == 1) {
-    constexpr int kOwn = S == kFloats ? NR * 4 * 4 / 64 : NR * 4 * 2 / 64;  // lines that 4 k take
-    if (fetch) tile_of<S, kOwn>(rows, kc, x, x_ld, panel, out, first, panel + kAhead);
-    else tile_of<S, 0>(rows, kc, x, x_ld, panel, out, first, next);
+  constexpr int kOwn = S == kFloats ? NR * 4 * 4 / 64 : NR * 4 * 2 / 64;  // lines that 4 k take
+  if (!fetch || rows <= MR) {
+    Fetch ahead{panel + kAhead, 64, 64 * kOwn};
+    for (int m = 0; m < rows; m += MR) {
+      const int n = rows - m < MR ? rows - m : MR;
+      if (fetch) tile_of<S, kOwn>(n, kc, x, x_ld, panel, out, first, ahead);
+      else tile_of<S, 0>(n, kc, x + m * x_ld, x_ld, panel, out + m * NR, first, ahead);
+    }
     return;
   }
-  const int64_t lines = bytes / 64, slots = (int64_t)tiles * (kc / 4) + 1;
-  const int pace = lines > 3 * slots ? 6 : lines > slots ? 3 : 1;
+  const int64_t lines = (bytes + 63) / 64, sixth = (lines + 5) / 6 * 64;
+  if (rows <= 2 * MR) {  // halves, so that both have time to fetch
+    Fetch next{panel + bytes, sixth, 64};
+    const int half = (rows + 1) / 2;
+    tile_of<S, 6>(half, kc, x, x_ld, panel, out, first, next);
+    tile_of<S, 6>(rows - half, kc, x + half * x_ld, x_ld, panel, out + half * NR, first, next);
+    return;
+  }
+  const int64_t times = (int64_t)(rows / MR) * (kc / 4) + 1, least = (lines + times - 1) / times;  // 1: a block of less than 4 k
+  const int64_t streams = least > 4 ? 6 : least, stride = (lines + streams - 1) / streams * 64;
+  Fetch next{panel + bytes, stride, 64};
+  const char* const end = next.next + stride;
   for (int m = 0; m < rows; m += MR) {
     const int n = rows - m < MR ? rows - m : MR;
     const float* a = x + m * x_ld;
     float* o = out + m * NR;
-    if (!fetch || next >= end || n < MR) tile_of<S, 0>(n, kc, a, x_ld, panel, o, first, next);
-    else if (pace == 1) tile<MR, S, 1>(kc, a, x_ld, panel, o, first, next);
-    else if (pace == 3) tile<MR, S, 3>(kc, a, x_ld, panel, o, first, next);
+    if (next.next >= end || n < MR) tile_of<S, 0>(n, kc, a, x_ld, panel, o, first, next);
+    else if (streams == 1) tile<MR, S, 1>(kc, a, x_ld, panel, o, first, next);
+    else if (streams == 2) tile<MR, S, 2>(kc, a, x_ld, panel, o, first, next);
+    else if (streams == 3) tile<MR, S, 3>(kc, a, x_ld, panel, o, first, next);
+    else if (streams == 4) tile<MR, S, 4>(kc, a, x_ld, panel, o, first, next);
     else tile<MR, S, 6>(kc, a, x_ld, panel, o, first, next);
   }
 }

@@ -139,6 +139,36 @@ PHLOEM_INLINE vf abs(vf a) { return as_f(as_i(a) & 0x7fffffff); }
 PHLOEM_INLINE vf to_f(vi a) { return __builtin_convertvector(a, vf); }
 
 // ---- across lanes: always the same tree, halves folded onto each other.
+#if defined(__SSE__)
+#if defined(PHLOEM_AVX512)
+PHLOEM_INLINE __m256 low_half(vf v) { return _mm512_castps512_ps256((__m512)v); }
+PHLOEM_INLINE __m256 high_half(vf v) { return _mm512_extractf32x8_ps((__m512)v, 1); }
+#endif
+PHLOEM_INLINE float hsum(vf v) {
+#if defined(PHLOEM_AVX512)
+  const __m256 a = _mm256_add_ps(low_half(v), high_half(v));
+  const __m128 b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+#elif defined(PHLOEM_AVX2)
+  const __m128 b = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+#else
+  const __m128 b = (__m128)v;
+#endif
+  const __m128 c = _mm_add_ps(b, _mm_movehl_ps(b, b));
+  return _mm_cvtss_f32(_mm_add_ss(c, _mm_shuffle_ps(c, c, 1)));
+}
+PHLOEM_INLINE float hmax(vf v) {
+#if defined(PHLOEM_AVX512)
+  const __m256 a = _mm256_max_ps(low_half(v), high_half(v));
+  const __m128 b = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+#elif defined(PHLOEM_AVX2)
+  const __m128 b = _mm_max_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+#else
+  const __m128 b = (__m128)v;
+#endif
+  const __m128 c = _mm_max_ps(b, _mm_movehl_ps(b, b));
+  return _mm_cvtss_f32(_mm_max_ss(c, _mm_shuffle_ps(c, c, 1)));
+}
+#else
 PHLOEM_INLINE float hsum(vf v) {
   alignas(64) float t[W];
   store(t, v);
@@ -153,6 +183,7 @@ PHLOEM_INLINE float hmax(vf v) {
     for (int i = 0; i < h; i++) t[i] = t[i] > t[i + h] ? t[i] : t[i + h];
   return t[0];
 }
+#endif
 
 PHLOEM_INLINE int32_t hsum_i(vi v) {
 #if defined(PHLOEM_AVX512)
@@ -246,6 +277,28 @@ PHLOEM_INLINE vf exp(vf x) {
   const vf result = p * as_f((half + 127) << 23) * as_f((ni - half + 127) << 23);
   const vf capped = select(x > set1(88.72284f), as_f(set1_i(0x7f800000)), result);
   return select(x < set1(-87.33654f), zero(), capped);
+}
+
+// The same bits for x <= 0 (or NaN), where nothing can overflow: what softmax wants.
+PHLOEM_INLINE vf exp_to_1(vf x) {
+#if defined(PHLOEM_AVX512)
+  const vf magic = set1(12582912.0f);
+  const vf y = max(set1(-87.33654f), x);
+  const vf n = fma(y, set1(1.44269504f), magic) - magic;
+  vf r = fma(n, set1(-0.693359375f), y);
+  r = fma(n, set1(2.12194440e-4f), r);
+  vf p = set1(1.9875691500e-4f);
+  p = fma(p, r, set1(1.3981999507e-3f));
+  p = fma(p, r, set1(8.3334519073e-3f));
+  p = fma(p, r, set1(4.1665795894e-2f));
+  p = fma(p, r, set1(1.6666665459e-1f));
+  p = fma(p, r, set1(5.0000001201e-1f));
+  p = fma(p, r * r, r + set1(1.0f));
+  const __mmask16 keep = _mm512_cmp_ps_mask((__m512)x, (__m512)set1(-87.33654f), _CMP_NLT_UQ);
+  return (vf)_mm512_maskz_scalef_ps(keep, (__m512)p, (__m512)n);  // p * 2^n, rounded once, as two exact factors are
+#else
+  return exp(x);
+#endif
 }
 
 PHLOEM_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
