@@ -64,9 +64,8 @@ def append_and_fork() -> None:
         found.update(literal=best(5, literals), gen=best(5, handles), fork=best(5, fork))
         raise KeyboardInterrupt  # nothing of it is to run
 
-    with Scripted({}) as backend:
-        with contextlib.suppress(KeyboardInterrupt):
-            program.run(backend=backend)
+    with Scripted({}) as backend, contextlib.suppress(KeyboardInterrupt):
+        program.run(backend=backend)
     start = time.process_time()
     for i in range(2000):
         sgl.gen(f"h{i}", max_tokens=8, temperature=0.5)
@@ -90,15 +89,18 @@ def live_branches(count: int) -> None:
             branch += f"{i}"
         size = tracemalloc.get_traced_memory()[0]
         tracemalloc.stop()
-        branches += sgl.gen("v", max_tokens=2)
-        branches.join()
-        assert len(s["v"]) == count
+        handle = sgl.gen("v", max_tokens=2)
+        for branch in branches[:1000]:
+            branch += handle
+        assert [branch["v"] for branch in branches[:1000]] == ["ab"] * 1000
         return size
 
     with Scripted({"v": "ab"}, kv_tokens=2_000_000) as backend:
         start = time.process_time()
         run = program.run(backend=backend)
-        report("branches", live=count, mb=round(run.value / 1e6, 1), seconds=round(time.process_time() - start, 2))
+        report(
+            "branches", live=count, drawing=1000, mb=round(run.value / 1e6, 1), seconds=round(time.process_time() - start, 2)
+        )
 
 
 def plan(count: int) -> None:

@@ -37,7 +37,8 @@ class BaseGroup(Generic[S]):
         self._frozen: list[Scope] = []
         self._kept: set[Path] = set()
         self._over = False
-        self._deadline = None if timeout is None else time.monotonic() + timeout
+        self.deadline = None if timeout is None else time.monotonic() + timeout
+        self.failures = 0  # counted by the paths: looking at each would cost n² over a block
 
     def _fill(self, n: int) -> None:
         for parent in self._parents:
@@ -208,7 +209,12 @@ class Group(BaseGroup[State]):
     def _wait(self) -> None:
         self._session.flush()
         for path in self._paths():
-            self._session.wait(lambda path=path: self._settled(path) or bool(self.on_error == "raise" and self._failed()), path)
+            self._session.wait(
+                lambda path=path: (
+                    self._settled(path) or (self.failures > 0 and self.on_error == "raise" and bool(self._failed()))
+                ),
+                path,
+            )
         self._raise_failures()
 
     def join(self, mode: Literal["gather_variable", "concate_and_append"] = "gather_variable") -> None:
@@ -300,7 +306,10 @@ class AsyncGroup(BaseGroup[AsyncState]):
     async def _wait(self) -> None:
         for path in self._paths():
             await self._session.until(
-                lambda path=path: self._settled(path) or bool(self.on_error == "raise" and self._failed()), path
+                lambda path=path: (
+                    self._settled(path) or (self.failures > 0 and self.on_error == "raise" and bool(self._failed()))
+                ),
+                path,
             )
         self._raise_failures()
 

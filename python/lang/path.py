@@ -183,6 +183,8 @@ class Path:
         if self.error is None:
             self.error = error
             self.run.failed.append(self)
+            if self.owner is not None:
+                self.owner.failures += 1
         if slot is not None:
             self.end(slot, error)
         self.busy = None

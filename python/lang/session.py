@@ -110,6 +110,8 @@ class Session:
         job.slot, job.streaming = slot, slot.streaming
         slot.jobs.append(job)
         ends = [self.deadline, slot.path.run.deadline, slot.limits.deadline if slot.limits is not None else None]
+        if slot.path.owner is not None:
+            ends.append(slot.path.owner.deadline)
         if timeout is not None:
             ends.append(time.monotonic() + timeout)
         known = [end for end in ends if end is not None]

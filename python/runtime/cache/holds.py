@@ -38,6 +38,8 @@ class HoldBook:
         """The pin on `node` that the caller has becomes a hold. A hold of the same name is replaced."""
         self.release(name)
         self.holds[name] = Hold(node, ttl)
+        if self.tree.num_pages <= self.max_pages:
+            return  # the usual case, in O(1): counting walks every path
         while self.holds and self.num_pages() > self.max_pages:
             self.break_oldest()
 
