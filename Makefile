@@ -12,7 +12,7 @@ BIN    := $(VENV)/bin
 KERNELS := $(wildcard kernels/CMakeLists.txt kernels/include/*.h kernels/src/*.h kernels/src/*.cpp)
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 .DELETE_ON_ERROR:
-.PHONY: run test test-all check bench serve fmt lint types sanitize clean help
+.PHONY: run test test-trl test-all check bench serve fuzz fmt lint types sanitize clean help
 
 help:
 	@echo "make run       the main job on the embedded model        make test      the test suite"
@@ -24,6 +24,16 @@ run: $(VENV)/.ready
 
 test: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest -m "not slow"
+
+# TRL in an environment of its own, over the packages of this one.
+test-trl: build/trl/.ready
+	build/trl/bin/python -m pytest tests/trl
+
+build/trl/.ready: tests/trl/requirements.txt $(VENV)/.ready-dev
+	$(PYTHON) -m venv build/trl
+	$(BIN)/python -c "import glob, sysconfig; open(glob.glob('build/trl/lib/python*/site-packages')[0] + '/base.pth', 'w').write('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))"
+	build/trl/bin/pip install -q -r tests/trl/requirements.txt
+	touch $@
 
 test-all: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest
@@ -51,6 +61,13 @@ bench: $(VENV)/.ready-dev
 
 serve: $(VENV)/.ready
 	@echo "The OpenAI-compatible server is not there yet; 'phloem chat' and 'phloem generate' are. See README.md."; exit 1
+
+# Schemathesis on the server's own description of itself, in an environment of its own.
+FUZZ_EXAMPLES ?= 100
+fuzz: $(VENV)/.ready-dev
+	test -x build/fuzz/bin/schemathesis || ($(PYTHON) -m venv build/fuzz && build/fuzz/bin/pip install -q "schemathesis==4.32.*")
+	$(BIN)/python scripts/fuzz_server.py --examples $(FUZZ_EXAMPLES)
+	$(BIN)/python scripts/fuzz_server.py --examples $(FUZZ_EXAMPLES) --keys
 
 # Each stamp is one step of the set-up; a change of pyproject.toml or of a kernel source builds again.
 $(VENV)/.torch:

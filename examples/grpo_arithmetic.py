@@ -4,7 +4,7 @@
     python examples/grpo_arithmetic.py --break update     the negative control: weights are never passed on, and nothing is learnt
 
 Prompt `a+b=` (the 55 pairs with a + b <= 9), answer one digit under a grammar, then EOS. Reward 0.1 digit + 0.1 EOS +
-0.3 (1 - |d - a - b| / 9) + 0.5 exact. Every step checks that rollout and training forward agree to 1e-5, and that versions rise.
+0.3 (1 - |d - a - b| / 9) + 0.5 exact. Every step checks that rollout and training forward agree (mean 1e-5, largest 1e-4), and that versions rise.
 Prints one JSON line: rewards and exact answers, mean of the first and of the last ten steps.
 """
 
@@ -28,7 +28,10 @@ from phloem import rl
 
 PAD, BOS, EOS, PLUS, EQUALS = 10, 11, 12, 13, 14
 PAIRS = [(a, b) for a in range(10) for b in range(10 - a)]
-TOLERANCE = 1e-5
+MEAN_TOLERANCE, TOLERANCE = (
+    1e-5,
+    1e-4,
+)  # float32: the largest grows as the trained logits get steep, 7e-7 at first, 4e-5 in the end
 
 
 @dataclass(frozen=True)
@@ -119,8 +122,12 @@ def train(
             x = batch.tensors(pad_id=PAD)
             logp = rl.token_logprobs(model(x.ids).logits, x)
             if broken != "update":
-                largest = max(largest, float(((logp.detach() - x.logprobs_sampled) * x.loss_mask).abs().max()))
-                assert largest <= TOLERANCE, f"step {step}: rollout and training forward differ by {largest}"
+                apart = ((logp.detach() - x.logprobs_sampled) * x.loss_mask).abs()
+                largest = max(largest, float(apart.max()))
+                typical = float(apart.sum() / x.loss_mask.sum())
+                assert largest <= TOLERANCE and typical <= MEAN_TOLERANCE, (
+                    f"step {step}: rollout and forward differ by {largest}, {typical}"
+                )
             loss = -(advantages[:, None] * torch.exp(logp - logp.detach()) * x.loss_mask).sum() / x.loss_mask.sum()
             if broken:
                 descend(model, optimizer, loss)

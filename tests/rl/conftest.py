@@ -39,9 +39,7 @@ def attached(engines: list[rl.RolloutEngine]) -> Callable[..., tuple[Any, rl.Rol
 
 
 @pytest.fixture
-def grammar_engine(
-    attached: Callable[..., tuple[Any, rl.RolloutEngine]], tmp_path: Path
-) -> tuple[Any, rl.RolloutEngine]:
+def grammar_engine(attached: Callable[..., tuple[Any, rl.RolloutEngine]], tmp_path: Path) -> tuple[Any, rl.RolloutEngine]:
     """The tiny task's model and tokenizer: 32 ids, digits, letters a to q, BOS 11, EOS 12."""
     from examples import grpo_arithmetic as task
 

@@ -122,7 +122,12 @@ def test_G11_without_the_support_the_ratio_is_its_mass(grammar_engine):
 
 def test_I2_token_logprobs_of_mixed_supports_have_gradients(attached):
     module, engine = attached()
-    mixed = [engine.rollout([[1, 7]], sampling(**t), n=2, seed=i)[j] for i, t in enumerate(TRUNCATIONS) if t.get("temperature") != 0.0 for j in (0, 1)]
+    mixed = [
+        engine.rollout([[1, 7]], sampling(**t), n=2, seed=i)[j]
+        for i, t in enumerate(TRUNCATIONS)
+        if t.get("temperature") != 0.0
+        for j in (0, 1)
+    ]
     x = rl.RolloutBatch(mixed).tensors()
     logp = rl.token_logprobs(module(x.ids).logits, x)
     assert ((logp - x.logprobs_sampled) * x.loss_mask).abs().max() <= 1e-5
@@ -172,7 +177,13 @@ def test_I5_G4_nothing_that_runs_beside_it_changes_a_bit(attached):
         assert [fields_of(s) for s in some] == [f for i in range(len(groups)) for f in cold[16 * i : 16 * i + n]]
     submitted = engine.submit(groups, options["sampling"], n=16, seed=11).result(60)
     assert [fields_of(s) for s in submitted] == cold
-    for changes in ({"max_step_tokens": 5}, {"cache_mode": "off"}, {"kv_tokens": 256, "page_size": 4}, {"page_size": 1}, {"threads": 2}):
+    for changes in (
+        {"max_step_tokens": 5},
+        {"cache_mode": "off"},
+        {"kv_tokens": 256, "page_size": 4},
+        {"page_size": 1},
+        {"threads": 2},
+    ):
         _, other = attached(module, **changes)
         rolled = other.rollout(groups, options["sampling"], n=16, seed=11)
         assert [fields_of(s) for s in rolled] == cold, changes
@@ -217,7 +228,9 @@ def test_L7_adjacent_equal_prompts_are_a_group(attached):
 # ---- limits (L5, L9, L10, I14, I15) ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("penalty", [{"repetition_penalty": 1.1}, {"frequency_penalty": 0.5}, {"presence_penalty": 0.5}, {"logit_bias": {3: 1.0}}])
+@pytest.mark.parametrize(
+    "penalty", [{"repetition_penalty": 1.1}, {"frequency_penalty": 0.5}, {"presence_penalty": 0.5}, {"logit_bias": {3: 1.0}}]
+)
 def test_L5_what_no_trainer_recomputes_is_refused(attached, penalty):
     _, engine = attached()
     with pytest.raises(InvalidRequestError, match="off_policy"):
@@ -231,8 +244,18 @@ def test_L9_I15_cut_at_every_position_and_resumed_is_uninterrupted(attached):
     for cut in range(14):
         parts = []
         for s in whole:
-            p = rl.Sample(prompt_ids=s.prompt_ids, finish="abort", partial=True, sample_index=s.sample_index, seed=s.seed, group_id=0)
-            for name in ("output_ids", "logprobs_sampled", "logprobs_model", "support", "support_logmass", "forced", "loss_mask"):
+            p = rl.Sample(
+                prompt_ids=s.prompt_ids, finish="abort", partial=True, sample_index=s.sample_index, seed=s.seed, group_id=0
+            )
+            for name in (
+                "output_ids",
+                "logprobs_sampled",
+                "logprobs_model",
+                "support",
+                "support_logmass",
+                "forced",
+                "loss_mask",
+            ):
                 setattr(p, name, getattr(s, name)[:cut])
             p.spans = (rl.Span(0, cut, 0),) if cut else ()
             parts.append(p)
@@ -341,7 +364,9 @@ def test_Z3_works_in_a_thread_other_than_main(attached):
     _, engine = attached()
     expected = [fields_of(s) for s in engine.rollout(PROMPTS, sampling(), n=2, seed=3)]
     found: list[Any] = []
-    threads = [threading.Thread(target=lambda: found.append(engine.rollout(PROMPTS, sampling(), n=2, seed=3))) for _ in range(3)]
+    threads = [
+        threading.Thread(target=lambda: found.append(engine.rollout(PROMPTS, sampling(), n=2, seed=3))) for _ in range(3)
+    ]
     for t in threads:
         t.start()
     for t in threads:
@@ -358,7 +383,9 @@ def test_I14_every_request_ends_in_one_sample_under_any_interleaving(attached, r
         what = rng.choice(["submit", "submit", "submit", "abort", "train", "commit", "suspend", "rollout", "cancel"])
         if what == "submit":
             n = rng.randint(1, 4)
-            handles.append((engine.submit([[1, rng.randint(3, 80)]], sampling(max_tokens=rng.randint(1, 60)), n=n, on_error="return"), n))
+            handles.append(
+                (engine.submit([[1, rng.randint(3, 80)]], sampling(max_tokens=rng.randint(1, 60)), n=n, on_error="return"), n)
+            )
         elif what == "abort":
             engine.abort()
         elif what == "cancel" and handles:
@@ -387,7 +414,7 @@ def test_I14_every_request_ends_in_one_sample_under_any_interleaving(attached, r
 
 def test_I18_two_engines_do_not_touch_each_other(attached):
     policy, a = attached()
-    reference, b = attached(tiny_module(seed=9))
+    _reference, b = attached(tiny_module(seed=9))
     before = [fields_of(s) for s in b.rollout(PROMPTS, sampling(), n=2, seed=1)]
     assert before != [fields_of(s) for s in a.rollout(PROMPTS, sampling(), n=2, seed=1)]
     with a.training():

@@ -126,7 +126,11 @@ def test_I11_W3_weights_that_moved_without_a_commit_raise(attached, edit):
                 p.data.add_(0.01)
             else:
                 p.view(-1)[-1] += 1.0
-    for call in (lambda: engine.rollout(PROMPTS, SHORT), lambda: engine.submit(PROMPTS, SHORT), lambda: engine.score([[1, 2, 3]])):
+    for call in (
+        lambda: engine.rollout(PROMPTS, SHORT),
+        lambda: engine.submit(PROMPTS, SHORT),
+        lambda: engine.score([[1, 2, 3]]),
+    ):
         with pytest.raises(UncommittedWeightsError, match=r"engine\.training|commit"):
             call()
     assert engine.commit() == 1
@@ -182,7 +186,9 @@ def test_A1_every_offender_is_listed_in_both_directions():
         attach(module)
     text = str(caught.value)
     assert "wrong shape model.layers.0.mlp.down_proj.weight: [64, 90], expected [64, 96]" in text
-    assert "unexpected  model.layers.1.extra.weight" in text and "missing     model.norm.weight" in text and "4 Parameters" in text
+    assert (
+        "unexpected  model.layers.1.extra.weight" in text and "missing     model.norm.weight" in text and "4 Parameters" in text
+    )
     module = tiny_module()
     module.model.lora_A = nn.Linear(2, 2, bias=False)
     with pytest.raises(WeightLayoutError, match="merge it first"):

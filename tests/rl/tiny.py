@@ -42,7 +42,15 @@ def attach(module: Any, **options: Any) -> rl.RolloutEngine:
 
 def fields_of(sample: rl.Sample) -> tuple[Any, ...]:
     """What must be equal, bit for bit, whatever ran beside it."""
-    return (sample.output_ids, sample.logprobs_sampled, sample.logprobs_model, sample.support_logmass, sample.support, sample.forced, sample.finish)
+    return (
+        sample.output_ids,
+        sample.logprobs_sampled,
+        sample.logprobs_model,
+        sample.support_logmass,
+        sample.support,
+        sample.forced,
+        sample.finish,
+    )
 
 
 def nudge(module: Any, seed: int = 0, scale: float = 0.02) -> None:
@@ -51,3 +59,20 @@ def nudge(module: Any, seed: int = 0, scale: float = 0.02) -> None:
     with torch.no_grad():
         for p in module.parameters():
             p.add_(torch.randn(p.shape, generator=generator).to(p.dtype) * scale)
+
+
+def text_tokenizer(folder: Any) -> Any:
+    """96 one-character tokens, of which 0 to 2 are special."""
+    import json
+
+    import tokenizers
+    from tokenizers import decoders, pre_tokenizers
+
+    vocabulary = {"<pad>": 0, "<bos>": 1, "<eos>": 2, **{chr(33 + i): 3 + i for i in range(93)}}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False), decoders.ByteLevel()
+    made.add_special_tokens(["<pad>", "<bos>", "<eos>"])
+    made.save(str(folder / "tokenizer.json"))
+    config = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder

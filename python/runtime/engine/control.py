@@ -135,6 +135,19 @@ class Control:
         """Tensors of the update under way. With staging "none" the engine must stand still: they are written over what is served."""
         self._weights().load(named)
 
+    def load_path(self, path: str) -> None:
+        """Tensors from a folder or file of safetensors that this process can read."""
+        self._weights().load_path(path)
+
+    def load_bytes(self, blobs: Iterable[bytes]) -> None:
+        """Tensors from safetensors in memory."""
+        self._weights().load_bytes(blobs)
+
+    def weight_values(self, name: str, count: int) -> list[float]:
+        """The first values of a tensor as it is served."""
+        values: list[float] = self._weights().read(name).flatten()[:count].tolist()
+        return values
+
     def forget_update(self) -> None:
         self._weights().forget()
 

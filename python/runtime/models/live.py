@@ -13,16 +13,19 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 import torch
+from safetensors.torch import load as parse_safetensors
 from torch import Tensor
 
 from phloem.runtime.backends.base import Backend, Model, Packed, RewritableBackend, Weight, WeightKind
 from phloem.runtime.backends.blocks import BLOCK_BYTES, quantise
 from phloem.runtime.errors import UnsupportedModelError, WeightLayoutError, WeightsInvalidError
 from phloem.runtime.models.config import ModelConfig
+from phloem.runtime.models.safetensors_file import INDEX, SINGLE, read_safetensors, read_sharded
 
 if TYPE_CHECKING:
     from phloem.runtime.models.weights import Architecture, Form
@@ -182,6 +185,24 @@ class LiveWeights:
             if update.staging == "none":
                 self.invalid = "an update in place has begun and not ended"
             self._store(update, self._aliases.get(name, name), tensor)
+
+    def load_path(self, path: str | Path) -> None:
+        """`load` what a folder or a file of safetensors holds. Raises ModelLoadError too."""
+        folder = Path(path)
+        if folder.is_dir():
+            stored = read_sharded(folder / INDEX) if (folder / INDEX).is_file() else read_safetensors(folder / SINGLE)
+        else:
+            stored = read_safetensors(folder)
+        self.load((name, tensor.read()) for name, tensor in stored.items())
+
+    def load_bytes(self, blobs: Iterable[bytes]) -> None:
+        """`load` safetensors in memory."""
+        for blob in blobs:
+            try:
+                named = parse_safetensors(blob)
+            except Exception as error:  # of a foreign parser, which has types of its own
+                raise WeightLayoutError(f"these bytes are no safetensors: {error}") from None
+            self.load(named.items())
 
     def finish(self) -> Model | None:
         """All have come: the new model, ready to be served, or None if it was written in place. Raises WeightLayoutError."""

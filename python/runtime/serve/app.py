@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 import phloem
 from phloem.runtime.errors import PhloemError
-from phloem.runtime.serve import admin, chat, completions, info, native, wire
+from phloem.runtime.serve import admin, chat, completions, info, native, rl, wire
 from phloem.runtime.serve.config import ServerConfig
 from phloem.runtime.serve.context import Context, Gone, check_life, error_response
 from phloem.runtime.serve.errors import ApiError, failure_of, shown
@@ -72,6 +72,16 @@ ROUTES: tuple[Route, ...] = (
     Route("/get_model_info", ("GET",), "key", info.model_info, aliases=("/model_info",), summary="The model, in SGLang's words"),
     Route("/get_server_info", ("GET",), "key", info.server_info, aliases=("/server_info",), summary="The configuration, without secrets"),
     Route("/abort_request", ("POST",), "key", admin.abort_request, "free", takes=wire.AbortRequest, summary="End requests"),
+    *(
+        Route(f"/{handler.__name__}", ("POST",), "admin", handler, summary=summary)
+        for handler, summary in (
+            (rl.pause_generation, "Stand still"), (rl.continue_generation, "Go on"), (rl.begin_weight_update, "New weights will come, in several calls"),
+            (rl.update_weights_from_disk, "Weights from local safetensors"), (rl.update_weights_from_tensor, "Weights in the body, as safetensors"),
+            (rl.end_weight_update, "Serve what has come"), (rl.update_weight_version, "A label for the weights"),
+            (rl.release_memory_occupation, "Hand memory back"), (rl.resume_memory_occupation, "Take it again"), (rl.weights_checker, "A digest of the weights"),
+        )
+    ),
+    Route("/get_weights_by_name", ("GET",), "admin", rl.get_weights_by_name, summary="Values of a tensor as it is served"),
     Route("/flush_cache", ("GET", "POST"), "admin", admin.flush_cache, aliases=("/reset_prefix_cache",), summary="Forget every cached prefix"),
 )  # fmt: skip
 

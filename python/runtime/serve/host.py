@@ -200,6 +200,8 @@ class Host:
         self.client: EngineClient | None = None
         self.model: Served | None = None
         self.started = int(time.time())
+        self.updating = False  # between begin_weight_update and end_weight_update (rl.py)
+        self.weight_version: str | None = None  # the label that a trainer gave the weights; None: the model's own
         self.on_ready: list[Callable[[Served], None]] = []
         self._open: dict[str, Abortable] = {}
         self._handles: dict[tuple[str, str], str] = {}

@@ -26,6 +26,8 @@ __all__ = [
 ]  # fmt: skip
 
 HEALTH_SECONDS = 10.0
+MANY_IDS = 16_384
+"""More are decoded off the loop."""
 encode = msgspec.json.Encoder().encode
 
 
@@ -110,7 +112,7 @@ async def model_info(context: Context, _: bytes) -> Response:
     m = context.model
     return _answer(context, 200, {
         "model_path": m.path, "served_model_name": flow.model_names(context)[0], "tokenizer_path": m.path, "is_generation": True,
-        "weight_version": m.weight_version, "model_type": m.model_type, "architectures": list(m.architectures), "max_model_len": m.max_context,
+        "weight_version": context.host.weight_version or m.weight_version, "model_type": m.model_type, "architectures": list(m.architectures), "max_model_len": m.max_context,
         "tool_parser": context.prompts.tool_format.name, "has_chat_template": context.prompts.template is not None,
     })  # fmt: skip
 
@@ -166,7 +168,8 @@ async def tokenize(context: Context, raw_body: bytes) -> Response:
     elif isinstance(body.prompt, list):
         if len(body.prompt) > 1024:
             raise ApiError(400, "invalid_value", f"prompt has {len(body.prompt)} texts; at most 1024.", param="prompt")
-        tokens = [list(await context.prompts.encode(text, special is not False, "prompt")) for text in body.prompt]
+        size = sum(map(len, body.prompt))
+        tokens = [list(await context.prompts.encode(text, special is not False, "prompt", size)) for text in body.prompt]
         count = sum(map(len, tokens))
     else:
         assert body.prompt is not None
@@ -188,6 +191,7 @@ async def detokenize(context: Context, raw_body: bytes) -> Response:
     flow.model_name(context, body.model)
     t = context.model.tokenizer
     ids = t.check_ids(body.tokens, "tokens")
-    text = t.decode(ids, bool(body.skip_special_tokens))
+    hidden = bool(body.skip_special_tokens)
+    text = t.decode(ids, hidden) if len(ids) <= MANY_IDS else await asyncio.to_thread(t.decode, ids, hidden)
     context.warn_of_ignored()
     return Reply(context, encode({"prompt": text, "text": text}))
