@@ -16,8 +16,7 @@ __all__ = ["meta_info"]
 
 def meta_info(slot: Slot, tokenizer: Tokenizer | None) -> Any:
     """One dictionary; for n > 1 a list of them."""
-    if isinstance(slot.node, Select):
-        assert slot.selection is not None
+    if isinstance(slot.node, Select) and slot.selection is not None:
         chosen = slot.selection
         return {
             "id": slot.jobs[0].request.id,

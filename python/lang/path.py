@@ -9,6 +9,7 @@ A `Slot` is one recorded gen or select: it becomes a value or an error, once. `P
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -30,7 +31,7 @@ from phloem.runtime.errors import (
     ProgramError,
     from_wire,
 )
-from phloem.runtime.request import Output, Request, SamplingParams
+from phloem.runtime.request import GrammarSpec, Output, Request, SamplingParams
 from phloem.runtime.text.markup import Message
 
 if TYPE_CHECKING:
@@ -308,7 +309,47 @@ class Path:
         """K2. Not where the path ends with this gen anyway."""
         return sample == 0 and self.session.backend.capabilities.hold and not (self.final and not self.queue)
 
+    def _begin_emulated(self, slot: Slot, node: Select[Any], line: Line) -> None:
+        """Z1, where the user said emulate=True: the backend draws one of the choices under a constraint; there are no scores."""
+        can = self.session.backend.capabilities
+        texts = list(dict.fromkeys(node.choices))
+        if "choices" in can.grammars:
+            spec = GrammarSpec(kind="choices", source=json.dumps(texts, ensure_ascii=False), trusted=True)
+        else:
+            spec = GrammarSpec(kind="json_schema", source=json.dumps({"enum": texts}, ensure_ascii=False), trusted=True)
+        seed = node.sampling.get("seed")
+        sampling = SamplingParams(
+            temperature=node.sampling.get("temperature", 0.0), seed=self.seed(slot) if seed is None else seed
+        )
+        ids = line.ready()
+        slot.plan, slot.jobs, slot.outputs, slot.wanted = None, [], [], 1
+        request = Request(
+            id=self.session.new_id("p"), token_ids=ids, sampling=sampling, grammar=spec, namespace=self.run.namespace
+        )
+        record = Record(
+            "gen", request, node.at, node.name, self.branch, slot.ordinal, 0, self.run.number, self._prompt(line), node
+        )
+        record.emulated = f"select by {spec.kind}"
+        self.session.send(record, slot, node.timeout)
+
+    def _finish_emulated(self, slot: Slot, node: Select[Any], line: Line) -> None:
+        text, spec = self._trim(slot.jobs[0], line)[1], slot.jobs[0].request.grammar
+        assert spec is not None
+        try:
+            choice = text if spec.kind == "choices" else json.loads(text)
+            index = node.choices.index(choice)
+        except ValueError:
+            raise IncompleteOutput(
+                f"{_short(text)} is none of the choices; the backend did not keep to its constraint."
+            ) from None
+        slot.value, slot.text = node.values[index], node.choices[index]
+        line.literal(node.choices[index])
+        self.parent_request = slot.jobs[0].request.id
+
     def _begin_select(self, slot: Slot, node: Select[Any], line: Line) -> None:
+        if not self.session.backend.capabilities.prompt_logprobs:
+            self._begin_emulated(slot, node, line)
+            return
         plan = slot.plan = scoring.Scoring(node, line)
         slot.jobs, slot.outputs, slot.wanted = [], [], 0
         if not plan.prompts:  # one choice and nothing to compare would still be scored: there is always a path
@@ -443,7 +484,9 @@ class Path:
         self._begin_gen(slot, node, again)
 
     def _finish_select(self, slot: Slot, node: Select[Any], line: Line) -> None:
-        assert slot.plan is not None
+        if slot.plan is None:
+            self._finish_emulated(slot, node, line)
+            return
         seed = node.sampling.get("seed")
         scores = slot.plan.scores(slot.outputs)
         index = scores.pick(node.sampling.get("temperature", 0.0), self.seed(slot) if seed is None else seed)
