@@ -20,4 +20,6 @@ def test_no_gpu_figure_is_claimed_while_none_was_measured() -> None:
     results = (ROOT / "benchmarks" / "RESULTS.md").read_text()
     if rows:  # the record is empty
         assert "Nothing on this page has run on a GPU yet" in TEXT and "None of them is measured" in TEXT
-        assert not re.search(r"H100|H200|A100|tok/s.*cuda", results), "RESULTS.md has GPU figures; the record of docs/gpu.md has no run"
+        assert not re.search(r"H100|H200|A100|tok/s.*cuda", results), (
+            "RESULTS.md has GPU figures; the record of docs/gpu.md has no run"
+        )

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from phloem.runtime.backends.base import ForwardBatch, KVSpec
 from phloem.runtime.backends.cuda import KV_DTYPES
-from phloem.runtime.backends.cuda.attention import Attention, Dtypes, Kind
+from phloem.runtime.backends.cuda.attention import Attention, Dtypes, Kind, upload_indices
 from phloem.runtime.backends.cuda.lanes import Device
 from phloem.runtime.backends.cuda.matrices import FP8_MAX
 from phloem.runtime.backends.cuda.ops import CudaKV
@@ -101,7 +101,7 @@ def attention(
         layout = plan_layout(batch, page_size, SHARE if role == "cascade" else None)
         assert (role == "cascade") == (len(layout.parts[0].levels) > 1) and layout.decode == (role == "decode")
         step, out = shared.settle(layout), list[Tensor]()
-        device.run(stream, step.plan)
+        device.run(stream, lambda: step.plan(upload_indices(step.levels, where)))
         order = torch.arange(len(q)) if layout.tokens is None else torch.from_numpy(layout.tokens)
         device.run(stream, lambda: out.append(step.run(kind, q[order.to(where)], *store.pages(0))))
         device.synchronize()

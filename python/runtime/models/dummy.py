@@ -1,6 +1,6 @@
 """Random weights of a given shape, for benchmarks: a directory with config.json and a tokenizer, and no weights that anyone trained.
 
-Values are a few megabytes of bf16 noise, repeated: as fast to read as memory, and as slow to multiply as any other. The same model
+Values are two megabytes of bf16 noise, repeated: as fast to read as memory, and as slow to multiply as any other. The same model
 twice has the same weights. What it says is noise; nothing but `load_format="dummy"` ever makes one.
 """
 
@@ -24,7 +24,7 @@ from phloem.runtime.models.weights import Architecture, assign
 
 __all__ = ["dummy_tensors", "open_dummy"]
 
-NOISE = 1 << 22  # values that repeat: 8 MB
+NOISE = 1 << 20  # values that repeat: 2 MB
 SCALE = 0.02  # what models of this kind are initialised with
 
 

@@ -11,7 +11,7 @@ are fp8. With `deterministic` every row goes through FA2 prefill with fixed KV s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,17 @@ from phloem.runtime.backends.base import AttentionSpec, KVSpec
 from phloem.runtime.backends.cuda.lanes import Device, Event, Stream
 from phloem.runtime.backends.cuda.plan import Layout, Level, Part
 
-__all__ = ["Attention", "AttentionStep", "Dtypes", "GraphAttention", "Kind", "kind_of", "use_tensor_cores"]
+__all__ = [
+    "Attention",
+    "AttentionStep",
+    "Dtypes",
+    "GraphAttention",
+    "Indices",
+    "Kind",
+    "kind_of",
+    "upload_indices",
+    "use_tensor_cores",
+]
 
 SPLIT_TOKENS = 2048  # keys of one fixed split under `deterministic`
 
@@ -65,13 +75,18 @@ def _options(kind: Kind, dtypes: Dtypes) -> dict[str, Any]:
     }
 
 
-def _host(level: Level) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return (
-        torch.from_numpy(level.qo_indptr),
-        torch.from_numpy(level.kv_indptr),
-        torch.from_numpy(level.kv_indices),
-        torch.from_numpy(level.kv_last_page_len),
-    )
+Indices = Mapping[int, Tensor]
+
+
+def upload_indices(levels: Sequence[Level], device: torch.device) -> Indices:
+    """id(level) -> its page ids on the device. FlashInfer copies page ids that lie on the host in a way that waits for the device, which
+    is what overlap is there to avoid: a step sends them with its other arrays; this is for everyone else."""
+    return {id(level): torch.from_numpy(level.kv_indices).to(device) for level in levels}
+
+
+def _host(level: Level) -> tuple[Tensor, Tensor, Tensor]:
+    """qo_indptr, kv_indptr, last_page_len: FlashInfer's schedulers read them on the host."""
+    return torch.from_numpy(level.qo_indptr), torch.from_numpy(level.kv_indptr), torch.from_numpy(level.kv_last_page_len)
 
 
 class _Planned:
@@ -144,12 +159,14 @@ class AttentionStep:
 
     def __init__(self, owner: Attention, uses: dict[Kind, list[tuple[Part, _Planned]]]) -> None:
         self._owner, self._uses = owner, uses
+        parts = [part for these in uses.values() for part, _ in these]
+        self.levels = list({id(level): level for part in parts for level in part.levels}.values())  # each once
 
-    def plan(self) -> None:
-        """Host work of FlashInfer's schedulers, and the copies of what they decided."""
+    def plan(self, indices: Indices) -> None:
+        """Host work of FlashInfer's schedulers, and the copies of what they decided. indices: of each level, on the device."""
         for kind, parts in self._uses.items():
             for part, planned in parts:
-                _plan(self._owner, kind, part, planned.wrapper)
+                _plan(self._owner, kind, part, planned.wrapper, indices)
 
     def planned(self, stream: Stream) -> None:
         """Right behind `plan`: marks when the plans have left the host."""
@@ -172,17 +189,18 @@ def _parts(kind: Kind, layout: Layout) -> list[Part]:
     return layout.parts
 
 
-def _plan(owner: Attention, kind: Kind, part: Part, wrapper: Any) -> None:
+def _plan(owner: Attention, kind: Kind, part: Part, wrapper: Any, indices: Indices) -> None:
     heads, kv_heads, dim, page_size = kind.num_heads, kind.num_kv_heads, kind.head_dim, owner.kv.page_size
     options = _options(kind, owner.dtypes)
     if len(part.levels) > 1:
         arrays = [_host(level) for level in part.levels]
         wrapper.plan(
-            [a[0] for a in arrays], [a[1] for a in arrays], [a[2] for a in arrays], [a[3] for a in arrays],
+            [a[0] for a in arrays], [a[1] for a in arrays], [indices[id(level)] for level in part.levels], [a[2] for a in arrays],
             heads, kv_heads, dim, page_size, causal=True, **options,
         )  # fmt: skip
         return
-    qo_indptr, kv_indptr, kv_indices, last_page_len = _host(part.levels[0])
+    (level,) = part.levels
+    (qo_indptr, kv_indptr, last_page_len), kv_indices = _host(level), indices[id(level)]
     if isinstance(wrapper, owner.fi.BatchDecodeWithPagedKVCacheWrapper):
         wrapper.plan(kv_indptr, kv_indices, last_page_len, heads, kv_heads, dim, page_size, **options)
         return
@@ -231,8 +249,9 @@ class GraphAttention:
         for planned in self._wrappers.values():
             planned.ready()
 
-    def plan(self, level: Level) -> None:
-        _, kv_indptr, kv_indices, last_page_len = _host(level)
+    def plan(self, level: Level, kv_indices: Tensor) -> None:
+        """kv_indices: the level's, on the device."""
+        _, kv_indptr, last_page_len = _host(level)
         for kind, planned in self._wrappers.items():
             planned.wrapper.plan(
                 kv_indptr, kv_indices, last_page_len, kind.num_heads, kind.num_kv_heads, kind.head_dim, self._kv.page_size,

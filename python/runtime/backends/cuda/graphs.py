@@ -124,7 +124,7 @@ class DecodeGraphs:
 
         def once() -> None:
             bucket.inputs.copy_(torch.from_numpy(blank.tokens[:3]))
-            attention.plan(blank.level)
+            attention.plan(blank.level, torch.from_numpy(blank.level.kv_indices).to(device.torch_device))
             forward(bucket.batch)  # kernels are built and memory is found outside the capture
 
         def work() -> None:

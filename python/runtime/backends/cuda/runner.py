@@ -141,7 +141,13 @@ class CudaRunner:
         if bucket is not None:
             inputs = padded(batch, source, bucket.rows, self.kv.spec)
             bucket.attention.settle()
-            bundle = self._staging.put({"tokens": inputs.tokens, **({} if rows is None else {"rows": rows}), **copies})
+            arrays = {
+                "tokens": inputs.tokens,
+                "indices": inputs.level.kv_indices,
+                **({} if rows is None else {"rows": rows}),
+                **copies,
+            }
+            bundle = self._staging.put(arrays)
             return Staged(bundle, layout, bucket, "", len(batch.logit_rows), tokens, rows, inputs.level)
         step = self._attention.settle(layout)
         order = layout.tokens
@@ -151,7 +157,8 @@ class CudaRunner:
             place = np.empty(tokens, np.int32)
             place[order] = np.arange(tokens, dtype=np.int32)
             rows = place[batch.logit_rows]
-        bundle = self._staging.put({"tokens": every, **({} if rows is None else {"rows": rows}), **copies})
+        indices = {f"indices {id(level)}": level.kv_indices for level in step.levels}
+        bundle = self._staging.put({"tokens": every, **indices, **({} if rows is None else {"rows": rows}), **copies})
         return Staged(bundle, layout, None, reason, len(batch.logit_rows), tokens, rows, step=step)
 
     def launch(self, staged: Staged, last_token: Tensor | None, take: Callable[[Tensor], None]) -> None:
@@ -166,13 +173,16 @@ class CudaRunner:
         elif staged.bucket is not None:
             bucket, level = staged.bucket, staged.level
             assert level is not None
-            self.device.run(stream, lambda: bucket.attention.plan(level))
+            assert bundle is not None
+            self.device.run(stream, lambda: bucket.attention.plan(level, bundle.device["indices"]))
             bucket.attention.planned(stream)
             self.device.run(stream, lambda: self._replay(staged, bucket, last_token, take))
         else:
-            assert staged.step is not None
-            self.device.run(stream, staged.step.plan)
-            staged.step.planned(stream)
+            step = staged.step
+            assert step is not None and bundle is not None
+            indices = {id(level): bundle.device[f"indices {id(level)}"] for level in step.levels}
+            self.device.run(stream, lambda: step.plan(indices))
+            step.planned(stream)
             self.device.run(stream, lambda: self._eager(staged, last_token, take))
         if bundle is not None:
             self._staging.used(bundle, stream)

@@ -194,3 +194,20 @@ def test_every_flashinfer_call_of_the_source_is_bound_to_the_installed_signature
 def _is_flashinfer(node: ast.AST) -> bool:
     """`fi`, `self._fi`, `self.fi`, `owner.fi`: what the package's object is called in these files."""
     return (isinstance(node, ast.Name) and node.id == "fi") or (isinstance(node, ast.Attribute) and node.attr in ("fi", "_fi"))
+
+
+def test_flashinfer_never_copies_page_ids_from_the_host(tmp_path: Path) -> None:
+    """Such a copy waits for the device in FlashInfer's graph mode: the host could not run ahead. They come with the step's upload."""
+    pair, where, bound = Pair(tmp_path / "m"), list[bool](), FakeFlashInfer.bound
+
+    def watched(self: FakeFlashInfer, name: str, real: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+        a = bound(self, name, real, args, kwargs)
+        if name.endswith(".plan"):
+            (given,) = (a[key] for key in ("indices", "paged_kv_indices", "paged_kv_indices_arr") if key in a)
+            ours = {block.device.untyped_storage().data_ptr() for block in pair.ours._staging._blocks}
+            where.extend(t.untyped_storage().data_ptr() in ours for t in (given if isinstance(given, list) else [given]))
+        return a
+
+    pair.fi.bound = watched.__get__(pair.fi)  # type: ignore[method-assign]
+    scenario(pair)
+    assert len(where) > 8 and all(where)
