@@ -12,12 +12,13 @@ BIN    := $(VENV)/bin
 KERNELS := $(wildcard kernels/CMakeLists.txt kernels/include/*.h kernels/src/*.h kernels/src/*.cpp)
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 .DELETE_ON_ERROR:
-.PHONY: run test test-trl test-all check bench serve fuzz fmt lint types sanitize clean help
+.PHONY: run test test-trl test-all test-clients check bench serve fuzz fmt lint types sanitize clean help
 
 help:
 	@echo "make run       the main job on the embedded model        make test      the test suite"
 	@echo "make check     format, lint, types, map, sanitizers      make test-all  slow suites too"
-	@echo "make bench     every benchmark, one JSON line a run      make serve     (comes with the server)"
+	@echo "make bench     every benchmark, one JSON line a run      make serve     the OpenAI-compatible server"
+	@echo "make test-clients  SDKs and load generators against the server, each in its own environment"
 
 run: $(VENV)/.ready
 	$(BIN)/python examples/main_job.py
@@ -60,7 +61,11 @@ bench: $(VENV)/.ready-dev
 	$(BIN)/python -m benchmarks.run_all
 
 serve: $(VENV)/.ready
-	@echo "The OpenAI-compatible server is not there yet; 'phloem chat' and 'phloem generate' are. See README.md."; exit 1
+	$(BIN)/phloem serve
+
+# Each client in an environment of its own (tests/clients/requirements), against a server on loopback. Needs the network once.
+test-clients: $(VENV)/.ready
+	$(BIN)/python tests/clients/run.py
 
 # Schemathesis on the server's own description of itself, in an environment of its own.
 FUZZ_EXAMPLES ?= 100
