@@ -188,7 +188,7 @@ def exits() -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="commit,agreement,update,rollout,cycles,exit")
+    parser.add_argument("--only", default="commit,agreement,update,rollout,copied,cycles,exit")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeat", type=int, default=2)
     args = parser.parse_args()
@@ -209,6 +209,11 @@ def main() -> None:
             emit(throughput(model, engine, 8, 128, 128, 2.5, args.repeat))
         if "cycles" in wanted:
             emit(cycles(model, engine))
+    if "copied" in wanted:  # packed weights of the engine's own, made at each commit, against the same peer
+        with ph.RolloutEngine.attach(
+            model, share="copy", kv_tokens=16 * 640, max_running=16, max_step_tokens=512, threads=args.threads
+        ) as engine:
+            emit({**throughput(model, engine, 8, 128, 128, 2.5, args.repeat), "name": "rollout n=8 at 128/128, copied weights"})
     if "exit" in wanted:
         for line in exits():
             emit(line)

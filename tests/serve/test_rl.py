@@ -92,7 +92,7 @@ def test_no_pickle_and_no_guessing(trained: Server, tmp_path: Path) -> None:
         ("update_weights_from_tensor", {"serialized_named_tensors": [blob]}, "never read"),
         ("update_weights_from_tensor", {"serialized_named_tensors": [blob], "load_format": "safetensors"}, "no safetensors"),
         ("update_weights_from_tensor", {"serialized_named_tensors": ["*"], "load_format": "safetensors"}, "base64"),
-        ("update_weights_from_disk", {"model_path": str(tmp_path / "nowhere")}, "nowhere"),
+        ("update_weights_from_disk", {"model_path": str(tmp_path / "nowhere")}, "cannot be read"),
         ("update_weights_from_disk", {}, "model_path"),
         ("pause_generation", {"mode": "stop"}, "retract"),
         ("pause_generation", {"mood": "abort"}, "no field"),

@@ -22,7 +22,7 @@ from safetensors.torch import load as parse_safetensors
 from torch import Tensor
 
 from phloem.runtime.backends.base import Backend, Model, Packed, RewritableBackend, Weight, WeightKind
-from phloem.runtime.backends.blocks import BLOCK_BYTES, quantise
+from phloem.runtime.backends.blocks import BLOCK_BYTES, dequantise, quantise
 from phloem.runtime.errors import UnsupportedModelError, WeightLayoutError, WeightsInvalidError
 from phloem.runtime.models.config import ModelConfig
 from phloem.runtime.models.safetensors_file import INDEX, SINGLE, read_safetensors, read_sharded
@@ -73,7 +73,7 @@ def slots_of(architecture: type[Architecture], config: ModelConfig, kinds: Mappi
 
 @dataclass(slots=True)
 class _Update:
-    """One update under way. values: the parameters written so far; arrived: names, and of a tied tensor a digest."""
+    """One update under way. values: the parameters written so far; arrived: names."""
 
     staging: Staging
     partial: bool
@@ -168,20 +168,13 @@ class LiveWeights:
                 raise _layout(offenders)
             tensor = tensor.detach()
             tied = self._aliases.get(name) or (name if name in self._aliases.values() else None)
-            if tied is not None:
-                digest = hashlib.blake2b(_raw(tensor.float()), digest_size=16).hexdigest()
-                others = [
-                    update.arrived[n]
-                    for n in (tied, *(a for a, t in self._aliases.items() if t == tied))
-                    if n in update.arrived
-                ]
-                if others and others[0] != digest:
-                    raise _layout([f"unexpected  {name}: differs from {tied}, and the two are tied"])
-                update.arrived[name] = digest
-                if others:
-                    continue
-            else:
-                update.arrived[name] = ""
+            names = {name} if tied is None else {tied, *(alias for alias, target in self._aliases.items() if target == tied)}
+            came_before = bool(names & update.arrived.keys())
+            update.arrived[name] = ""
+            if came_before:
+                if not self._holds(update, self._aliases.get(name, name), tensor):
+                    raise _layout([f"unexpected  {name}: differs from what it is tied to"])
+                continue
             if update.staging == "none":
                 self.invalid = "an update in place has begun and not ended"
             self._store(update, self._aliases.get(name, name), tensor)
@@ -245,14 +238,12 @@ class LiveWeights:
         if name not in self._where:
             raise _layout([f"unexpected  {name}: this model has no such tensor"])
         slot, i = self._where[name]
-        value = self._values[slot.param]
-        if slot.form == "vector":
-            assert isinstance(value, Tensor)
-            at = sum(piece.shape[0] for piece in slot.pieces[:i])
-            return value[at : at + slot.pieces[i].shape[0]].float().clone()
-        assert not isinstance(value, Tensor)
-        shape = slot.pieces[i].shape
-        at = sum(piece.shape[0] for piece in slot.pieces[:i])
+        return self._rows(self._values[slot.param], slot, i)
+
+    def _rows(self, value: Packed | Tensor, slot: Slot, i: int) -> Tensor:
+        at, shape = sum(piece.shape[0] for piece in slot.pieces[:i]), slot.pieces[i].shape
+        if isinstance(value, Tensor):
+            return value[at : at + shape[0]].float().clone()
         return torch.cat(
             [self._backend.read(value, at + r, min(ROWS_READ, shape[0] - r)) for r in range(0, shape[0], ROWS_READ)]
         )
@@ -317,6 +308,16 @@ class LiveWeights:
         if slot.kind in BLOCK_BYTES:
             kind, tensor = slot.kind, quantise(slot.kind, tensor.float())  # type: ignore[assignment]
         self._backend.store(target, i, Weight(kind, slot.pieces[i].shape, tensor))  # type: ignore[arg-type]
+
+    def _holds(self, update: _Update, name: str, tensor: Tensor) -> bool:
+        """Whether the buffer being filled has these very numbers already: the second name of a tied tensor."""
+        slot, i = self._where[name]
+        kept = self._rows(self._target(update, slot), slot, i)
+        if slot.kind in BLOCK_BYTES:
+            tensor = dequantise(slot.kind, quantise(slot.kind, tensor.float()))  # type: ignore[arg-type]
+        elif slot.kind == "bf16":
+            tensor = tensor.to(torch.bfloat16)
+        return torch.equal(kept, tensor.float().view(kept.shape))
 
     def _complete(self, update: _Update, slot: Slot) -> None:
         """Of a partial update: pieces that did not come keep their values, in the buffer where the others are new."""
