@@ -1,6 +1,6 @@
 """What constraints cost and what forced runs save. One JSON line a metric.
 
-    python -m benchmarks.grammar [--quick]
+    python -m benchmarks.grammar [--quick] [first] [fill] [jump] [free]        all of it unless parts are named
 
 first mask   audit, lowering, compiling and the first mask of each of the real schemas of tests/data/schemas: in this process, and
              as a stranger's through the worker
@@ -159,76 +159,118 @@ def steps(vocabulary: Vocabulary, rows: list[dict[str, Any]]) -> None:
         record("sampled share", sampled / total, "of the tokens", f"tool arguments, {whitespace}", tokens=total)
 
 
-def jump(engine: phloem.Engine, rows: list[dict[str, Any]], repeat: int) -> None:
-    picked = [row for row in rows if row["split"] in TOOLS][:12]
-    prompts = [f"Call the function for an example.\nSchema: {json.dumps(row['schema'])}\nArguments: " for row in picked]
-    sampling = SamplingParams(temperature=0, max_tokens=96)
+MAILS = (
+    "The lid of my thermos broke on the first day. I want my money back. Ruth",
+    "Hi, the lamp flickers since yesterday. No hurry. Best, Tom",
+    "My whole order of twelve mugs arrived in pieces! Call me today! Olga",
+    "The kettle is fine, but the manual is in Finnish. Can you send another? Jun",
+)
+TICKET = {
+    "type": "object",
+    "properties": {
+        "product": {"type": "string", "maxLength": 24}, "severity": {"enum": ["low", "medium", "high"]},
+        "refund": {"type": "boolean"}, "items": {"type": "integer", "minimum": 1, "maximum": 99},
+    },
+    "required": ["product", "severity", "refund", "items"],
+}  # fmt: skip
+SYSTEM = "You turn mails to a shop into tickets: product, severity, whether a refund is wanted, number of items."
 
-    def run(mode: Any) -> Callable[[int], float]:
+
+def jump(engine: phloem.Engine, rows: list[dict[str, Any]], repeat: int) -> None:
+    """Extraction: short values, as a program asks for. Tools: a small model left to itself, whose strings ramble up to the limit."""
+    tools = [row["schema"] for row in rows if row["split"] in TOOLS][:12]
+    extraction: list[tuple[Any, Any]] = [
+        ([{"role": "system", "content": SYSTEM}, {"role": "user", "content": mail}], TICKET) for mail in MAILS
+    ]
+    calls = [(f"Call the function for an example.\nSchema: {json.dumps(schema)}\nArguments: ", schema) for schema in tools]
+    sampling, share = SamplingParams(temperature=0, max_tokens=96), 0.0
+
+    def run(jobs: list[tuple[Any, Any]], mode: Any) -> Callable[[int], float]:
         def once(_: int) -> float:
-            tokens, seconds = 0, 0.0
-            for row, prompt in zip(picked, prompts):
+            nonlocal share
+            tokens, forced, seconds = 0, 0, 0.0
+            for prompt, schema in jobs:
+                verb: Any = engine.generate if isinstance(prompt, str) else engine.chat
+                options = {"json_schema": schema, "json_whitespace": "spaced", "jump_forward": mode, "trusted": True}
                 start = time.perf_counter()
-                output = engine.generate(
-                    prompt, sampling, json_schema=row["schema"], json_whitespace="spaced", jump_forward=mode, trusted=True
-                )
+                usage = verb(prompt, sampling, **options).usage
                 seconds += time.perf_counter() - start
-                tokens += output.usage.completion_tokens
+                tokens, forced = tokens + usage.completion_tokens, forced + usage.forced_tokens
+            share = 1 - forced / tokens
             return tokens / seconds
 
         return once
 
-    run("canonical")(0), run("off")(0)  # prompts are in the tree, grammars in the cache
-    found = interleaved(repeat, on=run("canonical"), off=run("off"))
-    on, off = median(found["on"]), median(found["off"])
-    record(
-        "tokens/s, jump on",
-        on,
-        "tok/s",
-        f"{len(picked)} tool schemas, spaced, batch 1, prompts cached",
-        ratio=round(on / off, 3),
-    )
-    record("tokens/s, jump off", off, "tok/s", f"{len(picked)} tool schemas, spaced, batch 1, prompts cached")
+    for name, jobs in (("JSON extraction", extraction), (f"{len(tools)} tool schemas, rambling", calls)):
+        modes = {"on": run(jobs, "canonical"), "off": run(jobs, "off")}
+        for once in modes.values():
+            once(0)  # prompts are in the tree, grammars in the cache
+        found = interleaved(repeat, **modes)
+        on, off = median(found["on"]), median(found["off"])
+        workload = f"{name}, spaced, batch 1, prompts cached"
+        record("tokens/s, jump on", on, "tok/s", workload, ratio=round(on / off, 3), sampled_share=round(share, 3))
+        record("tokens/s, jump off", off, "tok/s", workload)
+
+
+FREE: dict[str, Any] = {
+    "xgrammar": {"type": "string", "minLength": 100_000},
+    "llguidance": {"type": "object", "properties": {"text": {"type": "string", "minLength": 100_000}}, "required": ["text"]},
+}
+"""A string that never ends, by the engine that its schema goes to."""
 
 
 def free(engine: phloem.Engine, repeat: int, tokens: int) -> None:
-    schema = {"type": "string", "minLength": 100_000}
     for batch in (1, 16):
         prompts = [f"Story {i}: once upon a time there was " for i in range(batch)]
         sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
 
         def run(constraint: dict[str, Any]) -> Callable[[int], float]:
             def once(_: int) -> float:
-                start = time.perf_counter()
+                before, start = engine.stats().steps, time.perf_counter()
                 outputs = engine.generate(prompts, sampling, **constraint)  # noqa: B023
+                seconds = time.perf_counter() - start
                 assert all(len(o.token_ids) == tokens for o in outputs)
-                return (time.perf_counter() - start) / tokens
+                return seconds / (engine.stats().steps - before)  # by step: what is forced at the start costs none
 
             return once
 
-        bound = {"json_schema": schema, "trusted": True}
-        run({})(0), run(bound)(0)
-        found = interleaved(repeat, plain=run({}), constrained=run(bound))
-        plain, constrained = median(found["plain"]), median(found["constrained"])
-        record("step, constrained string", constrained * 1e3, "ms", f"batch {batch}", over_plain=round(constrained / plain, 4))
+        bound = {name: {"json_schema": schema, "trusted": True, "json_whitespace": "spaced"} for name, schema in FREE.items()}
+        runs = {"plain": run({}), **{name: run(constraint) for name, constraint in bound.items()}}
+        for each in runs.values():
+            each(0)
+        found = interleaved(2 * repeat, **runs)
+        plain = median(found["plain"])
+        for name in FREE:
+            constrained = median(found[name])
+            workload = f"batch {batch}, {name}"
+            record("step, constrained string", constrained * 1e3, "ms", workload, over_plain=round(constrained / plain, 4))
 
 
 def main() -> None:
-    quick = "--quick" in sys.argv
+    quick, parts = "--quick" in sys.argv, [a for a in sys.argv[1:] if not a.startswith("-")]
     repeat, rows = (1 if quick else 5), schemas()[:: 4 if quick else 1]
+
+    def wants(part: str) -> bool:
+        return not parts or part in parts
+
     with phloem.Engine(kv_tokens=16_384) as engine:
         t = engine.tokenizer
         assert t.eos_id is not None
         vocabulary = vocabulary_of(t, t.eos_ids, t.vocab_size)
-        note("first masks")
-        served = first_masks(vocabulary, rows)
-        strangers(vocabulary, t.eos_id, rows)
-        note("fills")
-        fills(vocabulary, served)
-        steps(vocabulary, rows)
+        if wants("first") or wants("fill"):
+            note("first masks")
+            served = first_masks(vocabulary, rows)
+        if wants("first"):
+            strangers(vocabulary, t.eos_id, rows)
+        if wants("fill"):
+            note("fills")
+            fills(vocabulary, served)
+            steps(vocabulary, rows)
         note("the model")
-        jump(engine, rows, repeat)
-        free(engine, repeat, 16 if quick else 48)
+        if wants("jump"):
+            jump(engine, rows, repeat)
+        if wants("free"):
+            free(engine, repeat, 16 if quick else 48)
 
 
 if __name__ == "__main__":

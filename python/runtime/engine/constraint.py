@@ -28,8 +28,8 @@ class GrammarOptions(TypedDict, total=False):
     """Constrain the output; at most one of the first six. GrammarError says what cannot be enforced, and where.
 
     json_schema: JSON that the schema accepts.   json_object: any JSON object.   regex: text that matches it as a whole.
-    choices: one of these texts.   grammar: text of an EBNF grammar, whose first rule is `root`.   structural_tag: free text with
-    constrained tags.
+    choices: one of these texts.   grammar: text of an EBNF grammar, whose first rule is `root`; of a Lark grammar, if it opens with
+    %llguidance; or a GrammarSpec, which is served as it says.   structural_tag: free text with constrained tags.
     strict: False may leave out assertions that nobody enforces; Output.dropped_keywords lists them.
     json_whitespace: "flexible" (at most 8 blanks where JSON allows some), "spaced" (", " and ": ") or "compact".
     jump_forward: "canonical" takes what is forced without asking the model; "off" gives the same tokens one by one;
@@ -43,7 +43,7 @@ class GrammarOptions(TypedDict, total=False):
     json_object: bool
     regex: str | None
     choices: Sequence[str] | None
-    grammar: str | None
+    grammar: str | GrammarSpec | None
     structural_tag: str | Mapping[str, Any] | None
     strict: bool
     json_whitespace: Whitespace
@@ -79,8 +79,23 @@ def grammar_spec(**options: Any) -> GrammarSpec | None:
                 f"{asked[0]} was given without a constraint; name one of {', '.join(_KINDS)}.", param=asked[0]
             )
         return None
-    kind: Any = "ebnf" if given[0] == "grammar" else given[0]
+    if isinstance(options[given[0]], GrammarSpec):
+        return _whole(given[0], options)
+    kind: Any = given[0]
+    if kind == "grammar":
+        kind = "lark" if isinstance(options[kind], str) and options[kind].lstrip().startswith("%llguidance") else "ebnf"
     return GrammarSpec(kind=kind, source=_SOURCES[given[0]](options[given[0]]), **how)
+
+
+def _whole(name: str, options: dict[str, Any]) -> GrammarSpec:
+    """A GrammarSpec says everything itself."""
+    if name != "grammar":
+        raise InvalidRequestError(f"{name} is a GrammarSpec; pass it as grammar=.", param=name)
+    beside = [key for key in _HOW if key in options]
+    if beside:
+        raise InvalidRequestError(f"{beside[0]} was given beside a GrammarSpec, which has a field for it.", param=beside[0])
+    spec: GrammarSpec = options[name]
+    return spec
 
 
 def without_ignored_stops(sampling: SamplingParams, grammar: GrammarSpec | None) -> SamplingParams:

@@ -108,6 +108,12 @@ class Grammars:
             self._find(pending)
         return pending
 
+    def warm(self) -> None:
+        """Make, in the background, what the first requests would wait for: the vocabulary, `json_object`, a worker (C5). For servers."""
+        if self.eos_id is not None:
+            self._executor().submit(self._find, Pending(self, GrammarSpec(kind="json_object", source=""), ()))
+            self._executor().submit(self._workers.warm)
+
     def counters(self) -> GrammarCounters:
         return GrammarCounters(
             self._fill_seconds,

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from phloem.runtime.errors import GrammarDeadEnd, NumericalError
+from phloem.runtime.errors import GrammarDeadEnd, InvalidRequestError, NumericalError
 from phloem.runtime.executor.penalties import CountsCache
 from phloem.runtime.executor.philox import uniform
 from phloem.runtime.executor.support import Supports, cuts
@@ -84,17 +84,13 @@ def has_penalties(s: SamplingParams) -> bool:
 
 
 def dead_end(row: SampleRow) -> RowFailure:
-    what = "allowed_token_ids less the ids masked before min_tokens"
-    if row.mask is not None:
-        what = (
-            "the grammar mask"
-            if row.sampling.allowed_token_ids is None
-            else "what the grammar and allowed_token_ids have in common"
-        )
-    message = (
-        f"no legal token is left at output position {row.position}: {what} is empty. Loosen the constraint, or report this."
-    )
-    return RowFailure(row.request_id, GrammarDeadEnd(message))
+    """No token may be drawn. Of a grammar alone that is a fault of ours; together with allowed_token_ids it is the caller's wish."""
+    at = f"no legal token is left at output position {row.position}"
+    if row.sampling.allowed_token_ids is None:
+        return RowFailure(row.request_id, GrammarDeadEnd(f"{at}: the grammar mask is empty. Please report this."))
+    beside = "the ids masked before min_tokens leave none of" if row.mask is None else "the grammar allows none of"
+    message = f"{at}: {beside} allowed_token_ids. Allow more of them."
+    return RowFailure(row.request_id, InvalidRequestError(message, param="allowed_token_ids", code="no_legal_token"))
 
 
 def not_finite(request_id: str, what: str) -> RowFailure:

@@ -36,8 +36,8 @@ __all__ = [
     "Broken", "Hello", "Job", "Ready", "Refused", "Served", "Static", "Vetted", "Vetting", "Workers", "read_frame", "serve", "write_frame",
 ]  # fmt: skip
 
-WALL_FACTOR = 6
-"""A worker that has used neither its CPU time nor its memory is killed after so many times its CPU limit."""
+WALL_FACTOR, LEAST_WALL = 6, 10.0
+"""A worker that has used neither its CPU time nor its memory is killed after so many times its CPU limit, in seconds at least the second."""
 START_SECONDS = 60.0
 """A worker loads its engines within a second of CPU; it has this long for it, however loaded the machine is."""
 
@@ -211,14 +211,16 @@ class Workers:
         self._changed = threading.Condition()
         self._idle: list[_Worker] = []
         self._all: set[_Worker] = set()
-        self._starting, self._closed = 0, False
+        self._starting = self._waiting = 0
+        self._failure: BaseException | None = None  # of a start, to be told to one that waits
+        self._closed = False
 
     def vet(self, spec: GrammarSpec) -> Vetting:
         """Compile once where that can be killed. Raises GrammarError for what was refused, or took too much."""
         worker = self._take()
         try:
             worker.send(Job(spec, {name: getattr(self.limits, name) for name in self.limits.__dataclass_fields__}))
-            word = worker.read(self.limits.cpu_seconds * WALL_FACTOR)
+            word = worker.read(max(self.limits.cpu_seconds * WALL_FACTOR, LEAST_WALL))
         except (EOFError, OSError, TimeoutError):
             raise self._lost(worker, spec.kind) from None
         except BaseException:
@@ -234,6 +236,12 @@ class Workers:
         if not word.static:
             self._give(worker)
         return Vetting(self, word, worker if word.static else None)
+
+    def warm(self) -> None:
+        """Have one of them started, without waiting for it."""
+        with self._changed:
+            if not self._all and not self._starting:
+                self._start_one()
 
     def close(self) -> None:
         """Kill them all. Who waits gets EngineClosedError."""
@@ -256,7 +264,7 @@ class Workers:
     def static_of(self, worker: _Worker) -> Static | None:
         """The frame that follows Vetted; None if the worker had to be killed over it."""
         try:
-            word = worker.read(self.limits.cpu_seconds * WALL_FACTOR)
+            word = worker.read(max(self.limits.cpu_seconds * WALL_FACTOR, LEAST_WALL))
         except (EOFError, OSError, TimeoutError):
             self._drop(worker)
             return None
@@ -266,42 +274,58 @@ class Workers:
     # ---- inside --------------------------------------------------------------------------------------------------------
 
     def _take(self) -> _Worker:
+        """An idle one; else whichever comes first, one that is given back or one that is started."""
         with self._changed:
-            while not self._idle and len(self._all) + self._starting >= self._most and not self._closed:
-                self._changed.wait()
-            if self._closed:
+            self._waiting += 1
+            try:
+                while not self._closed:
+                    if self._idle:
+                        return self._idle.pop()
+                    if self._failure is not None:
+                        failure, self._failure = self._failure, None
+                        raise failure
+                    if self._starting < self._waiting:
+                        self._start_one()
+                    self._changed.wait()
                 raise EngineClosedError("the engine was closed.")
-            if self._idle:
-                return self._idle.pop()
+            finally:
+                self._waiting -= 1
+
+    def _start_one(self) -> None:
+        if len(self._all) + self._starting < self._most and not self._closed:
             self._starting += 1
+            threading.Thread(target=self._start, name="phloem-grammar-start", daemon=True).start()
+
+    def _start(self) -> None:
+        worker, failure = None, None
         try:
             worker = _Worker(self._vocabulary(), self.limits)
-        except BaseException:
-            with self._changed:
-                self._starting -= 1
-                self._changed.notify()
-            raise
+        except BaseException as error:
+            failure = error
         with self._changed:
             self._starting -= 1
-            self._all.add(worker)
             closed = self._closed
-        if closed:
+            if worker is not None and not closed:
+                self._all.add(worker)
+                self._idle.append(worker)
+            elif self._waiting:
+                self._failure = failure
+            self._changed.notify_all()
+        if worker is not None and closed:
             worker.kill()
-            raise EngineClosedError("the engine was closed.")
-        return worker
 
     def _give(self, worker: _Worker) -> None:
         with self._changed:
             if not self._closed:
                 self._idle.append(worker)
-            self._changed.notify()
+            self._changed.notify_all()
 
     def _drop(self, worker: _Worker) -> None:
         worker.kill()
         with self._changed:
             self._all.discard(worker)
             self.killed += not self._closed
-            self._changed.notify()
+            self._changed.notify_all()
 
     def _lost(self, worker: _Worker, kind: str) -> PhloemError:
         self._drop(worker)

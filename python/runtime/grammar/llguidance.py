@@ -162,7 +162,16 @@ def _grammar_of(spec: GrammarSpec) -> str:
 
 
 def _unforced(lark: str) -> str:
-    return '%llguidance {"no_forcing": true}\n' + lark
+    """With no_forcing, beside whatever options the grammar opens with."""
+    options: dict[str, Any] = {}
+    if lark.lstrip().startswith("%llguidance"):
+        head = lark.lstrip().removeprefix("%llguidance").lstrip()
+        try:
+            options, end = json.JSONDecoder().raw_decode(head)
+        except ValueError:
+            return lark  # the engine says what is wrong with it
+        lark = head[end:]
+    return f"%llguidance {json.dumps({**options, 'no_forcing': True})}\n{lark}"
 
 
 def _refusal(spec: GrammarSpec, message: str) -> GrammarError:

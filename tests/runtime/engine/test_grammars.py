@@ -245,6 +245,20 @@ def test_c2_a_bomb_never_holds_a_neighbours_step() -> None:
         service.close()
 
 
+def test_c5_json_object_is_there_when_it_is_first_asked_for() -> None:
+    service = fresh()
+    try:
+        service.warm()
+        while len(service.cache) == 0:
+            time.sleep(0.001)
+        assert begin(service, kind="json_object", source="").wait(60)
+        assert service.counters().cache_misses == 1 and service.counters().cache_hits == 1
+        begin(service, kind="json_schema", source='{"type": "boolean"}').wait(60)
+        assert service._workers.num_alive() == 1
+    finally:
+        service.close()
+
+
 def test_s5_a_request_is_aborted_while_its_grammar_compiles(service: Grammars) -> None:
     d = driver(service)
     gate = threading.Event()

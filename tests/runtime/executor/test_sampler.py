@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from phloem.runtime.errors import GrammarDeadEnd, NumericalError
 from phloem.runtime.executor.sampler import ReferenceSampler, ScoreRow, edited, filtered, legal_ids
 from phloem.runtime.executor.support import Supports
-from phloem.runtime.request import SamplingParams, TokenLogprob
+from phloem.runtime.request import SamplingParams
 from phloem.runtime.step import RowFailure, SampleRow, SampleSpec
 
 VOCAB, WIDTH = 40, 48
@@ -204,14 +204,16 @@ def test_an_empty_mask_fails_its_request_alone():
     assert dead[::2] == draw([random_logits(1), random_logits(2)], rows[::2])
 
 
-def test_a_dead_end_names_all_that_left_no_token():
-    both = SamplingParams(temperature=0, allowed_token_ids=[3])
-    for s, mask, says in (
-        (both, 0, "the grammar and allowed_token_ids have in common"),
-        (SamplingParams(temperature=0), 0, "the grammar mask is empty"),
+def test_a_dead_end_is_a_fault_of_whoever_left_no_token():
+    allowed = SamplingParams(temperature=0, allowed_token_ids=[3])
+    for row, masks, says, status in (
+        (spec_row(allowed, mask=0), bits(5), "the grammar allows none of allowed_token_ids", 400),
+        (spec_row(allowed, block=(3,)), None, "masked before min_tokens leave none of allowed_token_ids", 400),
+        (spec_row(SamplingParams(temperature=0), mask=0), bits(WIDTH - 1), "the grammar mask is empty", 500),
     ):
-        (dead,) = draw([random_logits(1)], [spec_row(s, mask=mask)], masks=bits(*([5] if s is both else [WIDTH - 1])))
-        assert isinstance(dead, RowFailure) and says in str(dead.error)
+        (dead,) = draw([random_logits(1)], [row], masks=masks)
+        assert isinstance(dead, RowFailure) and says in str(dead.error) and dead.error.status == status
+        assert dead.error.param == ("allowed_token_ids" if status == 400 else None)
 
 
 def test_M1_a_grammar_at_its_end_outranks_min_tokens():

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from phloem.runtime.errors import EngineClosedError, GrammarError
+from phloem.runtime.errors import EngineClosedError, GrammarError, PhloemError
 from phloem.runtime.grammar import audit
 from phloem.runtime.grammar import compile as compiling
 from phloem.runtime.grammar.base import Limits
@@ -124,6 +124,45 @@ def test_who_waits_for_a_worker_gets_it(workers: Workers) -> None:
     for thread in threads:
         thread.join(60)
     assert sorted(done) == [0, 1, 2, 3] and workers.num_alive() == 1
+
+
+def test_a_worker_may_be_started_ahead(workers: Workers) -> None:
+    workers.warm()
+    workers.warm()
+    workers.vet(schema({"type": "boolean"}))
+    assert workers.num_alive() == 1
+
+
+def test_nobody_waits_for_a_start_when_another_worker_is_free(smollm2: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Starting one takes most of a second; what is given back meanwhile takes the job."""
+    workers, gate = Workers(lambda: smollm2, Limits(), most=2), threading.Event()
+    try:
+        busy = workers.vet(schema(CLOSED))  # keeps its worker until its static grammar is asked for
+        made = workers._vocabulary
+        monkeypatch.setattr(workers, "_vocabulary", lambda: (gate.wait(60), made())[1])
+        found: list[Any] = []
+        waiter = threading.Thread(target=lambda: found.append(workers.vet(schema({"type": "boolean"}))))
+        waiter.start()
+        while not workers._starting:
+            time.sleep(0.001)
+        assert busy.static() is not None
+        waiter.join(60)
+        assert len(found) == 1 and not gate.is_set()
+    finally:
+        gate.set()
+        workers.close()
+
+
+def test_a_start_that_fails_is_an_error_of_the_job(smollm2: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = Workers(lambda: smollm2, Limits(), most=1)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr("sys.executable", "/bin/false")
+            with pytest.raises(PhloemError, match="did not start"):
+                workers.vet(schema({"type": "boolean"}))
+        assert workers.vet(schema({"type": "boolean"})).route.engines == ("token_fsm",)
+    finally:
+        workers.close()
 
 
 def test_closing_ends_the_workers_and_whoever_waits(smollm2: Vocabulary) -> None:
