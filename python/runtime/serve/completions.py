@@ -110,7 +110,8 @@ async def prompts_of(context: Context, raw: msgspec.Raw, where: str, add_special
         raise InvalidRequestError(
             f"{where} {what}; expected 1 to {MAX_PROMPTS} prompts, each with at least one token.", param=where
         )
-    return [await _prompt(context, entry, where, add_special_tokens) for entry in given]
+    size = sum(len(entry) for entry in given if isinstance(entry, str))
+    return [await _prompt(context, entry, where, add_special_tokens, size) for entry in given]
 
 
 _Id = int
@@ -121,10 +122,10 @@ def _first(text: bytes) -> bytes:
     return text[1:].lstrip(b" \t\r\n")[:1]
 
 
-async def _prompt(context: Context, entry: Any, where: str, add_special_tokens: bool) -> Asked:
+async def _prompt(context: Context, entry: Any, where: str, add_special_tokens: bool, size: int) -> Asked:
     model = context.model
     if isinstance(entry, str):
-        ids = await context.prompts.encode(entry, add_special_tokens, where)
+        ids = await context.prompts.encode(entry, add_special_tokens, where, size)
         if not ids:
             if model.tokenizer.bos_id is None:
                 raise InvalidRequestError(

@@ -31,6 +31,8 @@ __all__ = [
 ]  # fmt: skip
 
 MAX_SAMPLES = 4096
+MANY_TOKENS = 32_768
+"""A reply about more is made off the loop: with logprobs that is a second of work."""
 
 
 # ---- names --------------------------------------------------------------------------------------------------------------
@@ -152,7 +154,8 @@ async def reply_whole(context: Context, job: Job, build: Callable[[Job], bytes])
         if failure is not None:
             raise failure
         _tell_seeds(context, job)
-        return Reply(context, build(job))
+        size = sum(len(s.request.token_ids) + s.num_tokens for s in job.samples)
+        return Reply(context, build(job) if size <= MANY_TOKENS else await asyncio.to_thread(build, job))
     finally:
         job.close()
         context.count(job)

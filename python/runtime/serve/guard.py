@@ -97,6 +97,10 @@ def _of_file(path: str | None) -> list[tuple[str, str]]:
             continue
         if len(words) != 2 or not words[0].isascii() or len(words[0]) > 64:
             raise ConfigError(f"line {number} of the key file is not `name key`.", param="api_key_file")
+        if words[0] == "admin":
+            raise ConfigError(
+                f"line {number} of the key file names a key admin, which is what the admin key is called.", param="api_key_file"
+            )
         if words[0] in dict(named):
             raise ConfigError(f"line {number} of the key file names {words[0]!r} again; names differ.", param="api_key_file")
         named.append((words[0], words[1]))

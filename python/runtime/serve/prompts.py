@@ -83,11 +83,11 @@ class Prompts:
 
     # ---- raw text -------------------------------------------------------------------------------------------------------
 
-    async def encode(self, text: str, add_special_tokens: bool, param: str) -> tuple[int, ...]:
-        """Raises ContextLengthError without encoding what is too long for any tokenizer to make fit."""
+    async def encode(self, text: str, add_special_tokens: bool, param: str, beside: int = 0) -> tuple[int, ...]:
+        """beside: characters of the request's other texts. Raises ContextLengthError without encoding what is too long for any tokenizer to make fit."""
         size = _utf8_size(text)
         self._check_size(size, param)
-        return tuple(await _off_loop(size, lambda: self.tokenizer.encode(text, add_special_tokens)))
+        return tuple(await _off_loop(size + beside, lambda: self.tokenizer.encode(text, add_special_tokens)))
 
     def _check_size(self, size: int, param: str) -> None:
         context = self.model.max_context
