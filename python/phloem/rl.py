@@ -1,6 +1,6 @@
 """`from phloem import rl`: the rollout engine and what a loss wants of its Samples.
 
-rl.RolloutEngine · rl.group_advantages(batch, rewards) · rl.token_logprobs(logits, batch.tensors()) · rl.trl · rl.ray
+rl.RolloutEngine · rl.group_advantages(batch, rewards) · rl.token_logprobs(logits, batch.tensors()) · rl.trl
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from phloem.runtime.request import Support
     from phloem.runtime.rl.engine import Handle, RolloutEngine, RolloutStats
-    from phloem.runtime.rl.program import to_sample
     from phloem.runtime.rl.sample import RolloutBatch, RolloutTensors, Sample, Span, group_advantages
     from phloem.runtime.rl.session import Session
     from phloem.runtime.rl.support import support_mask, token_logprobs
@@ -32,7 +31,6 @@ __all__ = [
     "Verification",
     "group_advantages",
     "support_mask",
-    "to_sample",
     "token_logprobs",
 ]
 
@@ -43,7 +41,6 @@ _HOME = {
     "Session": "session",
     "Update": "update",
     "Verification": "verify",
-    "to_sample": "program",
 }
 
 
@@ -52,7 +49,7 @@ def __getattr__(name: str) -> Any:
         from phloem.runtime.request import Support
 
         return Support
-    if name in ("trl", "ray"):
+    if name == "trl":
         return importlib.import_module(f"phloem.runtime.rl.{name}")
     if name in _HOME:
         return getattr(importlib.import_module(f"phloem.runtime.rl.{_HOME[name]}"), name)
@@ -60,4 +57,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, "trl", "ray"})
+    return sorted({*__all__, "trl"})

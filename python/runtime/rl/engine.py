@@ -158,18 +158,13 @@ class RolloutEngine:
     ) -> RolloutBatch:  # fmt: skip
         """n Samples of each prompt, in order, none missing; in the caller's thread.
 
-        prompts: lists of token ids, or Samples to go on with where they are partial (the others come back as they are). Or a program:
-        `rollout(program, args, n)` runs it n times for each of args and returns its Samples.
+        prompts: lists of token ids, or Samples to go on with where they are partial (the others come back as they are).
         seed: all draws follow from it (None: one is drawn, and reported).   group_ids: one a prompt; by default adjacent equal
         prompts are a group.   deadline: seconds, min_groups: complete groups, after which the rest comes back partial.
         max_staleness: refuse to go on with what began so many versions ago.   off_policy: allow penalties and logit_bias, which no
         trainer recomputes.   grammar, or GrammarOptions: constrain the output.
         Raises the requests' errors, UncommittedWeightsError, EngineBusyError inside `training` or `update`, EngineSuspendedError.
         """
-        if hasattr(prompts, "__phloem_program__") or (callable(prompts) and hasattr(prompts, "run")):
-            from phloem.runtime.rl.program import rollout_program
-
-            return rollout_program(self, prompts, sampling, n, seed=seed)
         rollouts = self._prepare(
             prompts, sampling, n, _spec(grammar, constraint), seed, group_ids, max_staleness, on_error, off_policy, min_groups
         )
