@@ -169,7 +169,8 @@ class Scheduler:
             q.high = high
             return False
         if first:
-            q.cached_tokens = min(covered, q.num_prompt - 1)
+            # One that has drawn already took its token from its leader's row (S4): no prompt token is computed for it.
+            q.cached_tokens = min(covered, q.num_prompt if q.started else q.num_prompt - 1)
             self.counters.cached += q.cached_tokens
         del self.waiting[q]
         self.queue.discard(q)
@@ -284,6 +285,9 @@ class Scheduler:
             del self.waiting[q]
             if q.queued:
                 self.queue.discard(q)
+            if q.cached_tokens is None and q.started and len(q.tokens) > q.num_prompt:
+                q.cached_tokens = q.num_prompt  # all that it drew came from its leader's row
+                self.counters.cached += q.cached_tokens
         q.state, q.finish = "done", reason
         self.counters.finished[reason] = self.counters.finished.get(reason, 0) + 1
         self.ended.append(q)

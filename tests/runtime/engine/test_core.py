@@ -614,6 +614,19 @@ def test_samples_of_a_prompt_compute_it_once(overlap: bool) -> None:
     d.assert_no_leak()
 
 
+@OVERLAP
+@pytest.mark.parametrize("max_tokens", [1, 3])
+def test_usage_of_samples_adds_up_to_what_was_computed(overlap: bool, max_tokens: int) -> None:
+    """S4: no prompt token is computed for a sample that takes its first token from its leader's row, also if that is its last."""
+    d = Driver(page_size=16, overlap=overlap)
+    p = ids(190, 40)
+    names = [d.submit(p, max_tokens=max_tokens, temperature=1.0, request={"group": "g", "sample": i}) for i in range(6)]
+    d.finish()
+    stats = d.core.stats()
+    assert [d.said[name].usage.cached_tokens for name in names] == [0] + [40] * 5
+    assert (stats.prefill_tokens, stats.cached_tokens) == (40, 200)
+
+
 @pytest.mark.case("C-SCHED-08")
 def test_more_samples_than_seats() -> None:
     d = Driver(page_size=16, max_running=4)
