@@ -49,7 +49,7 @@ def byte_tokenizer(template: str | None = CHATML) -> Tokenizer:
 class Scripted:
     """A backend that says what it is told.
 
-    script: texts by the name of the gen or select. A text answers every time, a list once each, in the order of submission; what is no
+    script: texts by the name of the gen or select. A text answers every time, a list once each, in the order in which gens are recorded; what is no
         text is written as JSON. Or a function (record, prompt text) -> text.
     tokenizer: None for `byte_tokenizer()`.   kv_tokens: size of the pool, rounded down to whole pages.   max_context: prompt and output.
     """
@@ -84,6 +84,7 @@ class Scripted:
         )
         self.client = InprocClient(EngineCore(settings, self._device, grammar=grammars), on_close=grammars.close)
         self._script = Script(script, self.tokenizer)
+        self._unanswered: dict[Job, ProgramError] = {}
         self._backend = _ScriptedBackend(
             self.client,
             self.tokenizer,
@@ -98,16 +99,23 @@ class Scripted:
     def lang_backend(self) -> EngineBackend:
         return self._backend
 
+    def prepare(self, job: Job) -> None:
+        """Write down what a job gets, in the order in which jobs are recorded: how a stage is arranged changes nothing (Y4)."""
+        try:
+            self._device.texts[job.request.id] = self._script.answer(job)
+        except ProgramError as error:
+            self._unanswered[job] = error
+
     def answered(self, jobs: Sequence[Job]) -> list[Job]:
-        """Write down what each job gets, in an order that compiling a stage does not change (Y4). Those without an answer fail."""
-        good = set[Job]()
-        for job in sorted(jobs, key=lambda j: (j.record.program, j.record.branch, j.record.ordinal, j.request.sample)):
-            try:
-                self._device.texts[job.request.id] = self._script.answer(job)
-                good.add(job)
-            except ProgramError as error:
+        """Those without an answer fail."""
+        good = []
+        for job in jobs:
+            error = self._unanswered.pop(job, None)
+            if error is None:
+                good.append(job)
+            else:
                 job.fail(error)
-        return [job for job in jobs if job in good]
+        return good
 
     @property
     def forwards(self) -> int:
@@ -141,5 +149,8 @@ class Scripted:
 
 
 class _ScriptedBackend(EngineBackend):
+    def prepare(self, job: Job) -> None:
+        self.keep.prepare(job)
+
     def submit(self, jobs: Sequence[Job]) -> None:
         super().submit(self.keep.answered(jobs))
