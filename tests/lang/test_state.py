@@ -370,9 +370,11 @@ def test_f2_a_failing_branch_surfaces_with_index_and_line_and_ends_its_siblings(
         s += "a"
         with s.fork(4) as b:
             for i, each in enumerate(b):
-                each += f"{i}" + (gen("v", Person, max_tokens=3) if i == 2 else gen("v", max_tokens=400))
+                each += f"{i}" + (gen("v", Person, max_tokens=3) if i == 2 else gen("v", max_tokens=7000))
 
-    script = {"v": ["x" * 300, "x" * 300, '{"name": "Bo"}', "x" * 300]}
+    def script(record: Any, prompt: str) -> str:
+        return '{"name": "Bo"}' if record.branch == (2,) else "x" * 7000
+
     with Scripted(script) as backend:
         with pytest.raises(IncompleteOutput, match=r"test_state\.py:\d+ 'v', branch 2") as caught:
             program.run(backend=backend, compile=compile)
@@ -648,7 +650,7 @@ def test_a_closed_state_says_why() -> None:
 
     with Scripted({}) as backend:
         program.run(backend=backend)
-        with pytest.raises(ProgramError, match="its block has ended|its program has ended"):
+        with pytest.raises(ProgramError, match=r"its block has ended|its program has ended"):
             kept[0] += "more"
 
 
