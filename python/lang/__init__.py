@@ -52,6 +52,8 @@ if TYPE_CHECKING:
         user_begin,
         user_end,
     )
+    from phloem.lang.openai import OpenAI
+    from phloem.lang.remote import RuntimeEndpoint
     from phloem.lang.run import Program, Run, function
     from phloem.lang.state import AsyncState, State
     from phloem.lang.stream import Done, Partial, Token, ToolArgs
@@ -76,6 +78,8 @@ _HOME = {
     **dict.fromkeys(("Program", "Run", "function"), "run"),
     **dict.fromkeys(("AsyncState", "State"), "state"),
     **dict.fromkeys(("Done", "Partial", "Token", "ToolArgs"), "stream"),
+    "OpenAI": "openai",
+    "RuntimeEndpoint": "remote",
     **dict.fromkeys(("Scripted", "byte_tokenizer"), "testing"),
     **dict.fromkeys(("Call", "Reply", "as_tool", "react"), "tools"),
     **dict.fromkeys(("Replay", "Trace"), "trace"),
@@ -104,12 +108,14 @@ __all__ = [
     "Gen",
     "Group",
     "IntRange",
+    "OpenAI",
     "Partial",
     "Program",
     "Replay",
     "Reply",
     "Run",
     "RunUsage",
+    "RuntimeEndpoint",
     "Scripted",
     "Select",
     "State",
