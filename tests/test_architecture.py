@@ -119,7 +119,9 @@ def test_torch_cuda_only_in_the_cuda_backend() -> None:
     for path in source_files():
         if path != PYTHON / "runtime" / "backends" / "cuda" / "device.py":
             tree = ast.parse(path.read_text())
-            said = [n.lineno for n in ast.walk(tree) if isinstance(n, ast.Attribute) and ast.unparse(n).startswith("torch.cuda")]
+            said = [
+                n.lineno for n in ast.walk(tree) if isinstance(n, ast.Attribute) and ast.unparse(n).startswith("torch.cuda")
+            ]
             said += [line for name, line in imports_of(path) if name.startswith("torch.cuda")]
             assert not said, f"{path}:{said[0]} says torch.cuda; only backends/cuda/device.py may"
 

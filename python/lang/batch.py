@@ -110,7 +110,7 @@ class _Batch:
     # ---- def ------------------------------------------------------------------------------------------------------------
 
     def on_greenlets(self) -> Iterator[Run[Any]]:
-        import greenlet  # type: ignore[import-untyped]
+        import greenlet
 
         session, total = self.session, len(self.calls)
         finished: deque[Run[Any]] = deque()

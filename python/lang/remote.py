@@ -305,7 +305,7 @@ def _constraint(spec: GrammarSpec, is_phloem: bool) -> dict[str, Any]:
 
 
 def _is_phloem(models: Any) -> bool:
-    data = models.get("data") if isinstance(models, dict) else None
+    data: Any = models.get("data") if isinstance(models, dict) else None
     return bool(data) and data[0].get("owned_by") == "phloem"
 
 

@@ -251,7 +251,7 @@ class Run(Generic[T]):
             self._abandon(Cancelled("the run was closed."))
             self._raised = self._raised or Cancelled("the run was closed.")
             if self._greenlet is not None and not self._greenlet.dead:
-                import greenlet  # type: ignore[import-untyped]
+                import greenlet
 
                 self._greenlet.parent = greenlet.getcurrent()
                 self._greenlet.throw(greenlet.GreenletExit)

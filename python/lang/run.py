@@ -184,7 +184,7 @@ class Program(Generic[P, T]):
         run.state._path.final = True
 
     def _start_streaming(self, run: Run[T], args: Sequence[Any], own: Mapping[str, Any]) -> Run[T]:
-        import greenlet  # type: ignore[import-untyped]
+        import greenlet
 
         session = run._session
         session.hub = greenlet.getcurrent()

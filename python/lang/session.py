@@ -14,7 +14,8 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from phloem.lang.backend import Backend, Job, Record
@@ -149,7 +150,19 @@ class Session:
             self.records.append(job.record)
             self.live[job.request.id] = job
         if jobs and not self.dry:
-            self.backend.submit(jobs)
+            with self._located():
+                self.backend.submit(jobs)
+
+    @contextmanager
+    def _located(self) -> Iterator[None]:
+        """U5: an engine that is gone, or was closed, says so at a line of the program too."""
+        try:
+            yield
+        except PhloemError as error:
+            slot = next((job.slot for job in self.live.values() if job.slot is not None and not job.slot.done), None)
+            if error.at is None and slot is not None:
+                slot.path.locate(error, slot)
+            raise
 
     def abort(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
@@ -258,7 +271,8 @@ class Session:
                 self._signal.wait(left)
                 self._signal.clear()
             else:
-                self.backend.wait(lambda: bool(self._events) or any(over() for over in self._outside), deadline)
+                with self._located():
+                    self.backend.wait(lambda: bool(self._events) or any(over() for over in self._outside), deadline)
         self.process()
         self._check_deadlines()
 
@@ -268,7 +282,7 @@ class Session:
         if self.hub is None:
             self.flush()
         else:
-            import greenlet  # type: ignore[import-untyped]
+            import greenlet
 
             me = greenlet.getcurrent()
         self._outside.append(done)
@@ -297,7 +311,7 @@ class Session:
             on.waiters.append(wake)
 
     def _park(self, done: Callable[[], bool], on: Slot | Path | None) -> None:
-        import greenlet  # type: ignore[import-untyped]
+        import greenlet
 
         me = greenlet.getcurrent()
         if me is self.hub:
@@ -324,7 +338,7 @@ class Session:
 
     def spawn(self, body: Callable[[], Any], ended: Callable[[Any], None]) -> Any:
         """Run `body` on a greenlet, soon. ended(result in a tuple, or the exception) is called there at its end. Only with a hub."""
-        import greenlet  # type: ignore[import-untyped]
+        import greenlet
 
         def run() -> None:
             try:
@@ -344,7 +358,7 @@ class Session:
 
     def gather(self, jobs: Sequence[Callable[[], Any]], limit: int | None, done: Callable[[list[Any]], bool]) -> list[Any]:
         """Run jobs at once, at most `limit`; until done(results so far): None is open, (value,) or an exception is an end."""
-        import greenlet  # type: ignore[import-untyped]
+        import greenlet
 
         me, own_hub = greenlet.getcurrent(), self.hub is None
         if own_hub:
@@ -430,7 +444,7 @@ class Session:
 
     async def on_loop(self, body: Callable[[], Any]) -> Any:
         """The result of a blocking body, run on a greenlet that this loop resumes."""
-        import greenlet  # type: ignore[import-untyped]
+        import greenlet
 
         ends: list[Any] = []
         self.hub = greenlet.getcurrent()

@@ -410,6 +410,8 @@ def _run(inward: zmq.Socket[bytes], outward: zmq.Socket[bytes]) -> int:
     client = InprocClient(watched, on_close=made.close, on_turn=outbox.turn, turn_seconds=BEAT_SECONDS)
     hello = wire.Hello(made.resolved, made.vocab_size, made.fingerprint, made.device_name, reporter.end(), os.getpid())
     outbox.say(hello)
+    if made.grammars is not None:
+        made.grammars.warm()  # so that the first JSON request does not pay for a worker's start
     threading.Thread(target=_listen, args=(inward, client, outbox), daemon=True, name="phloem-reader").start()
     client.serve()
     outbox.leave()

@@ -314,7 +314,7 @@ class LiveWeights:
         slot, i = self._where[name]
         kept = self._rows(self._target(update, slot), slot, i)
         if slot.kind in BLOCK_BYTES:
-            tensor = dequantise(slot.kind, quantise(slot.kind, tensor.float()))  # type: ignore[arg-type]
+            tensor = dequantise(slot.kind, quantise(slot.kind, tensor.float()))
         elif slot.kind == "bf16":
             tensor = tensor.to(torch.bfloat16)
         return torch.equal(kept, tensor.float().view(kept.shape))
@@ -341,7 +341,7 @@ class LiveWeights:
 
 
 def _raw(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.contiguous().numpy().view(np.uint8)).cast("B")
+    return memoryview(tensor.contiguous().numpy().view(np.uint8).data).cast("B")
 
 
 def _layout(offenders: Sequence[str]) -> WeightLayoutError:

@@ -21,7 +21,6 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-import phloem
 from phloem.runtime.errors import PhloemError
 from phloem.runtime.serve import admin, chat, completions, info, native, rl, wire
 from phloem.runtime.serve.config import ServerConfig
@@ -32,6 +31,7 @@ from phloem.runtime.serve.host import Host
 from phloem.runtime.serve.jobs import Wakeups
 from phloem.runtime.serve.openapi import document
 from phloem.runtime.serve.prompts import Prompts
+from phloem.runtime.serve.wire import VERSION
 
 __all__ = ["ROUTES", "Route", "create_app"]
 
@@ -115,9 +115,7 @@ def create_app(config: ServerConfig, host: Host) -> FastAPI:
     host.on_ready.append(loaded)
     if host.model is not None:
         loaded(host.model)
-    app = FastAPI(
-        title="Phloem", version=phloem.__version__, openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False
-    )
+    app = FastAPI(title="Phloem", version=VERSION, openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.phloem = state
     for route in ROUTES:
         for path in (route.path, *route.aliases):

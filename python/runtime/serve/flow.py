@@ -13,7 +13,6 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
-import phloem
 from phloem.runtime.errors import InvalidRequestError
 from phloem.runtime.request import Output, SamplingParams
 from phloem.runtime.serve import wire
@@ -24,6 +23,7 @@ from phloem.runtime.serve.fields import classify
 from phloem.runtime.serve.jobs import Job, Sample
 from phloem.runtime.serve.lower import Lowered
 from phloem.runtime.serve.sse import EventStream, Writer, encode
+from phloem.runtime.serve.wire import VERSION
 
 __all__ = [
     "check_samples", "describe", "dropped_keywords", "fingerprint", "finish_word", "model_name", "model_names", "note_stream_options", "num_top_allowed", "priority_of",
@@ -55,7 +55,7 @@ def model_name(context: Context, asked: str | None) -> str:
 
 
 def fingerprint(context: Context) -> str:
-    return f"phloem-{phloem.__version__}-{context.model.fingerprint}"
+    return f"phloem-{VERSION}-{context.model.fingerprint}"
 
 
 def take_handle(context: Context, handle: str | None) -> str:

@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-import phloem
 from phloem.runtime.engine.collect import Collector
 from phloem.runtime.errors import EngineDeadError
 from phloem.runtime.request import Request, SamplingParams
@@ -20,6 +19,7 @@ from phloem.runtime.serve.body import names_of, read
 from phloem.runtime.serve.config import redacted
 from phloem.runtime.serve.context import JSON, Context, Reply, check_life
 from phloem.runtime.serve.errors import ApiError
+from phloem.runtime.serve.wire import VERSION
 
 __all__ = [
     "detokenize", "health", "health_generate", "metrics", "model", "model_info", "models", "ready", "server_info", "tokenize", "tokenizer_info", "version",
@@ -100,7 +100,7 @@ def _card(context: Context, name: str) -> dict[str, Any]:
 
 
 async def version(context: Context, _: bytes) -> Response:
-    return _answer(context, 200, {"version": phloem.__version__})
+    return _answer(context, 200, {"version": VERSION})
 
 
 async def metrics(context: Context, _: bytes) -> Response:
@@ -129,7 +129,7 @@ async def server_info(context: Context, _: bytes) -> Response:
     state = msgspec.to_builtins(stats)
     shown = redacted(context.host.config, m.engine)
     return _answer(context, 200, {
-        **shown, "version": phloem.__version__, "page_size": m.resolved.config.page_size, "max_total_num_tokens": m.pool_tokens,
+        **shown, "version": VERSION, "page_size": m.resolved.config.page_size, "max_total_num_tokens": m.pool_tokens,
         "device": m.resolved.device, "kv_dtype": m.resolved.kv_dtype, "threads": m.resolved.threads, "max_context": m.max_context,
         "internal_states": [state],
     })  # fmt: skip

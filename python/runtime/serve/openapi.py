@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-import phloem
 from phloem.runtime.serve import wire
+from phloem.runtime.serve.wire import VERSION
 
 __all__ = ["document"]
 
@@ -48,7 +48,7 @@ def document(routes: Sequence[Described]) -> bytes:
             spelled = path.replace(":path}", "}")
             paths[spelled] = {m.lower(): _operation(route, spelled, m, by_kind) for m in route.methods if m != "HEAD"}
     return msgspec.json.encode({
-        "openapi": "3.1.0", "info": {"title": "Phloem", "version": phloem.__version__}, "paths": paths,
+        "openapi": "3.1.0", "info": {"title": "Phloem", "version": VERSION}, "paths": paths,
         "components": {
             "schemas": components,
             "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}, "header": {"type": "apiKey", "in": "header", "name": "x-api-key"}},

@@ -7,6 +7,7 @@ optional field is None by default. JSON that has a meaning of its own (schemas, 
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
@@ -18,6 +19,7 @@ __all__ = [
 ]  # fmt: skip
 
 INT64 = 2**63 - 1
+VERSION = version("phloem")
 
 Count = Annotated[int, Meta(ge=0, le=INT64)]
 Name = Annotated[str, Meta(min_length=1, max_length=1024)]

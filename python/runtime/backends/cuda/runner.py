@@ -141,7 +141,7 @@ class CudaRunner:
         if bucket is not None:
             inputs = padded(batch, source, bucket.rows, self.kv.spec)
             bucket.attention.settle()
-            arrays = {
+            arrays: dict[str, np.ndarray[Any, Any]] = {
                 "tokens": inputs.tokens,
                 "indices": inputs.level.kv_indices,
                 **({} if rows is None else {"rows": rows}),
