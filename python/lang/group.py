@@ -207,7 +207,7 @@ class Group(BaseGroup[State]):
         return made
 
     def _wait(self) -> None:
-        self._session.flush()
+        # No flush of its own: in a batch the stage is over when every body has recorded, not when the first comes to its join (Y1).
         for path in self._paths():
             self._session.wait(
                 lambda path=path: (

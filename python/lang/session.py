@@ -15,13 +15,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from phloem.lang.backend import Backend, Job, Record
 from phloem.lang.compile import Arranger
 from phloem.lang.ir import caller
-from phloem.runtime.errors import PhloemError, ProgramError, ProgramTimeout
+from phloem.runtime.errors import EngineClosedError, PhloemError, ProgramError, ProgramTimeout
 from phloem.runtime.text.markup import Markup
 
 if TYPE_CHECKING:
@@ -170,7 +170,8 @@ class Session:
                 self.arranger.forget(job)
         ids = [job.request.id for job in jobs if job.output is None and job.request.id in self.live]
         if ids:
-            self.backend.abort(ids)
+            with suppress(EngineClosedError):  # then they are over, and whoever waits for one is told so
+                self.backend.abort(ids)
 
     def release(self, name: str) -> None:
         self._released.append(name)

@@ -189,9 +189,10 @@ class BaseState:
     def _find(self, key: Any) -> Slot:
         slot = self._scope.find(key)
         if slot is None:
-            raise KeyError(
-                f"there is no variable {key!r} here; the names are: {', '.join(sorted(self._scope.own_names(None)))}"
-            )
+            if isinstance(key, (Gen, Select)):
+                raise KeyError(f"{key!r} was not appended to this state: `s += {key!r}` comes before its value is read")
+            names = ", ".join(sorted(self._scope.own_names(None)))
+            raise KeyError(f"there is no variable {key!r} here; {f'the names are: {names}' if names else 'there is none yet'}")
         return slot
 
     def _check(self) -> None:

@@ -16,6 +16,7 @@ from phloem.lang.path import Slot
 from phloem.runtime.request import Delta
 
 if TYPE_CHECKING:
+    from phloem.lang.backend import Job
     from phloem.lang.state import AsyncState, BaseState, State
 
 __all__ = [
@@ -84,13 +85,17 @@ class _Reader:
     def ready(self) -> bool:
         return self.slot.done or self._waiting() > 0
 
+    def _job(self) -> Job | None:
+        """Of a gen that may be tried again only the accepted attempt is told, once it is: what was shown cannot be taken back."""
+        return self.slot.jobs[0] if self.slot.jobs and _is_certain(self.slot) else None
+
     def _waiting(self) -> int:
-        job = self.slot.jobs[0] if self.slot.jobs else None
+        job = self._job()
         return 0 if job is None or job.pieces is None else len(job.pieces) - self._taken
 
     def take(self) -> list[Event]:
         found: list[Event] = []
-        job = self.slot.jobs[0] if self.slot.jobs else None
+        job = self._job()
         while job is not None and job.pieces is not None and self._taken < len(job.pieces):
             piece = job.pieces[self._taken]
             self._taken += 1
@@ -209,8 +214,13 @@ class _Follow:
     _of: Any = None
 
 
+def _is_certain(slot: Slot) -> bool:
+    """Whether what it has drawn so far stays."""
+    return slot.done or not (isinstance(slot.node, Gen) and slot.node.retries)
+
+
 def _so_far(slot: Slot) -> str:
-    job = slot.jobs[0] if slot.jobs else None
+    job = slot.jobs[0] if slot.jobs and _is_certain(slot) else None
     return "".join(p.text for p in job.pieces) if job is not None and job.pieces else ""
 
 
