@@ -151,7 +151,7 @@ class RolloutEngine:
     # ---- rollouts ------------------------------------------------------------------------------------------------------
 
     def rollout(
-        self, prompts: Any, sampling: SamplingParams | Mapping[str, Any] | None = None, n: int = 1, *, grammar: GrammarSpec | str | None = None,
+        self, prompts: Any, sampling: SamplingParams | Mapping[str, Any] | None = None, n: int = 1, *,
         seed: int | None = None, group_ids: Sequence[int | str] | None = None, deadline: float | None = None, min_groups: int | None = None,
         max_staleness: int | None = None, on_error: Literal["raise", "return"] = "raise", off_policy: bool = False,
         **constraint: Unpack[GrammarOptions],
@@ -162,11 +162,11 @@ class RolloutEngine:
         seed: all draws follow from it (None: one is drawn, and reported).   group_ids: one a prompt; by default adjacent equal
         prompts are a group.   deadline: seconds, min_groups: complete groups, after which the rest comes back partial.
         max_staleness: refuse to go on with what began so many versions ago.   off_policy: allow penalties and logit_bias, which no
-        trainer recomputes.   grammar, or GrammarOptions: constrain the output.
+        trainer recomputes.   constraint: GrammarOptions, for every Sample's output.
         Raises the requests' errors, UncommittedWeightsError, EngineBusyError inside `training` or `update`, EngineSuspendedError.
         """
         rollouts = self._prepare(
-            prompts, sampling, n, _spec(grammar, constraint), seed, group_ids, max_staleness, on_error, off_policy, min_groups
+            prompts, sampling, n, _spec(constraint), seed, group_ids, max_staleness, on_error, off_policy, min_groups
         )
         self._ensure_readable()
         seconds = check_timeout(deadline)
@@ -179,13 +179,13 @@ class RolloutEngine:
         return rollouts.batch()
 
     def submit(
-        self, prompts: Any, sampling: SamplingParams | Mapping[str, Any] | None = None, n: int = 1, *, grammar: GrammarSpec | str | None = None,
+        self, prompts: Any, sampling: SamplingParams | Mapping[str, Any] | None = None, n: int = 1, *,
         seed: int | None = None, group_ids: Sequence[int | str] | None = None, max_staleness: int | None = None,
         on_error: Literal["raise", "return"] = "raise", off_policy: bool = False, **constraint: Unpack[GrammarOptions],
     ) -> Handle:  # fmt: skip
         """`rollout`, run by a thread of the engine's: the same Samples, from `handle.result()`. Inside `training` it waits its turn."""
         rollouts = self._prepare(
-            prompts, sampling, n, _spec(grammar, constraint), seed, group_ids, max_staleness, on_error, off_policy, None
+            prompts, sampling, n, _spec(constraint), seed, group_ids, max_staleness, on_error, off_policy, None
         )
         self._ensure_committed()
         self._ensure_thread()
@@ -198,7 +198,7 @@ class RolloutEngine:
         """`rollout`, awaited. Cancelled, it aborts."""
         handle = self.submit(prompts, sampling, n, **options)
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
-        handle._rollouts.on_done(lambda: loop.call_soon_threadsafe(ended.set))
+        handle._rollouts.on_done(lambda: _told(loop, ended))
         try:
             await ended.wait()
         except asyncio.CancelledError:
@@ -536,13 +536,13 @@ def _same(one: Tensor, other: Tensor) -> bool:
     return bool((one == other.float()).all())
 
 
-def _spec(grammar: GrammarSpec | str | None, constraint: Mapping[str, Any]) -> GrammarSpec | None:
-    if isinstance(grammar, GrammarSpec):
-        if constraint:
-            raise InvalidRequestError("grammar is a GrammarSpec already; give no other constraint beside it.", param="grammar")
-        spec: GrammarSpec | None = grammar
-    else:
-        spec = grammar_spec(**({**constraint, "grammar": grammar} if grammar is not None else constraint))
+def _told(loop: asyncio.AbstractEventLoop, ended: asyncio.Event) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
+        loop.call_soon_threadsafe(ended.set)
+
+
+def _spec(constraint: Mapping[str, Any]) -> GrammarSpec | None:
+    spec = grammar_spec(**constraint)
     if spec is not None and spec.open_end:
         raise InvalidRequestError("open_end drops tokens that were drawn; a rollout keeps every one of them.", param="open_end")
     return spec

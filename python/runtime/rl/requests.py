@@ -178,7 +178,8 @@ def as_sampling(sampling: Any, off_policy: bool) -> SamplingParams:
             )
     if sampling.prompt_logprobs is not None or sampling.top_logprobs:
         raise InvalidRequestError("a rollout has no prompt_logprobs and top_logprobs; use score().", param="prompt_logprobs")
-    return msgspec.structs.replace(sampling, logprobs="both")
+    both: SamplingParams = msgspec.structs.replace(sampling, logprobs="both")
+    return both
 
 
 def _group(sinks: list[SampleSink]) -> None:

@@ -100,7 +100,11 @@ class Session:
         if self._seed is not None:
             params = msgspec.structs.replace(params, seed=(self._seed + self._turns * _TURNS) % 2**63)
         request = Request(
-            id=engine._name(), token_ids=tuple(self.ids), sampling=params, grammar=_spec(grammar, {}), sample=self._index
+            id=engine._name(),
+            token_ids=tuple(self.ids),
+            sampling=params,
+            grammar=_spec({"grammar": grammar}),
+            sample=self._index,
         )
         collector = engine._text.collector(request) if params.stop else None
         sink = SampleSink(request, 0, engine.version, collector=collector)
@@ -179,12 +183,13 @@ class Session:
     def sample(self) -> Sample:
         """The whole session as one Sample: the prompt it was opened with, and all that followed, drawn or not."""
         last = self._last
+        columns: dict[str, Any] = {name: list(values) for name, values in self._columns.items()}
         return Sample(
             prompt_ids=self.ids[: self._num_prompt], output_ids=self.ids[self._num_prompt :], finish=last.finish if last is not None else "length",
             spans=tuple(self._spans), version_at_submit=self._version, kv_mixed=self._mixed, sample_index=self._index,
             seed=self._seed if self._seed is not None else last.seed if last is not None else 0,
             temperature=last.temperature if last is not None else 1.0, cached_tokens=last.cached_tokens if last is not None else 0,
-            partial=last is not None and last.partial, **{name: list(values) for name, values in self._columns.items()},
+            partial=last is not None and last.partial, **columns,
         )  # fmt: skip
 
     def close(self) -> None:

@@ -73,7 +73,7 @@ class Attached:
     opened: OpenModel
     slots: list[Slot]
     copied: dict[str, str]
-    named: dict[str, Tensor]
+    named: dict[str, nn.Parameter]
     owners: dict[str, tuple[nn.Module, str]]
     kind: WeightKind
     shared_bytes: int = 0
@@ -146,8 +146,8 @@ class Attached:
             self.copied = dict.fromkeys(self.named, reason)
         values: dict[str, Any] = {}
         for slot in self.slots:
-            tensors = [self.named[piece.name] for piece in slot.pieces]
-            if self.is_shared:
+            tensors: list[Tensor] = [self.named[piece.name] for piece in slot.pieces]
+            if sharer is not None and self.is_shared:
                 values[slot.param] = self._share(sharer, slot, tensors)
             else:
                 values[slot.param] = _copy(backend, slot, tensors)

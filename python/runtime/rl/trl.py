@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from phloem.runtime.errors import ConfigError, InvalidRequestError
@@ -69,18 +70,15 @@ def install(trainer: Any, engine: RolloutEngine, *, grammar: GrammarSpec | str |
 
     Rests on private fields of TRL, so it looks first, and raises ConfigError where they are not what it knows (1.16 is tested).
     """
-    import trl
-
-    lacking = [
-        name
-        for name in ("use_vllm", "_last_loaded_step", "args", "processing_class", "num_generations")
-        if not hasattr(trainer, name)
-    ]
-    if lacking or not hasattr(type(trainer), "_generate_single_turn"):
+    lacking = [n for n in ("use_vllm", "vllm_mode", "args", "processing_class", "num_generations") if not hasattr(trainer, n)]
+    seam = getattr(getattr(type(trainer), "_generate_single_turn", None), "__code__", None)
+    read = seam.co_names if seam is not None else ()
+    lacking += [name for name in ("vllm_generation", "_last_loaded_step") if name not in read]
+    if lacking:
         raise ConfigError(
-            f"this TRL ({trl.__version__}) has no {', '.join(lacking) or '_generate_single_turn'} where its generation backend was; "
-            "use make_rollout_func(engine), which is TRL's own hook.", param="trainer",
-        )  # fmt: skip
+            f"TRL {version('trl')} has no {', '.join(lacking)} where its generation backend was; use make_rollout_func(engine), TRL's own hook.",
+            param="trainer",
+        )
     if trainer.use_vllm:
         raise ConfigError("build the trainer with use_vllm=False; install() then takes vLLM's place.", param="use_vllm")
     backend = Backend(engine, grammar, constraint)
