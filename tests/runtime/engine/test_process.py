@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import signal
@@ -17,9 +18,12 @@ from typing import Any
 import msgspec
 import pytest
 
+import phloem
 from phloem.runtime.engine import wire
+from phloem.runtime.engine.aio import AsyncEngine
 from phloem.runtime.engine.client import EngineClient, InprocClient
-from phloem.runtime.engine.process import ProcessClient, socket_folder
+from phloem.runtime.engine.process import ProcessClient, RemoteSide, side_of, socket_folder
+from phloem.runtime.engine.sync import Engine
 from phloem.runtime.errors import (
     ConfigError,
     ContextLengthError,
@@ -29,9 +33,11 @@ from phloem.runtime.errors import (
     InvalidRequestError,
     ModelLoadError,
     PhloemError,
+    RequestTimeoutError,
 )
 from phloem.runtime.request import OutputDelta, Request, SamplingParams
 from tests.runtime.engine.child_parts import SCRIPTED, scripted
+from tests.runtime.engine.parts import Bytes, ByteText
 
 PATIENCE = 60.0  # seconds: for hangs, not for speed
 
@@ -468,3 +474,46 @@ def test_random_kills_lose_no_reply() -> None:
             assert finished != isinstance(sink.error, EngineDeadError)
         killer.join()
         client.close()
+
+
+def test_the_embedded_model_says_the_same_from_another_process(idle_engine: phloem.Engine) -> None:
+    """Bitwise: text, ids, logprobs, usage, of greedy, drawn, constrained and stopped requests; through Engine and AsyncEngine."""
+    calls: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+        ("Once upon a time", {"max_tokens": 12, "temperature": 0.0, "seed": 1, "logprobs": True, "top_logprobs": 3}, {}),
+        ("Once upon a time there", {"max_tokens": 12, "seed": 5, "prompt_logprobs": 2}, {"n": 2}),
+        ("A number: ", {"max_tokens": 8, "temperature": 0.0, "seed": 1}, {"regex": "[0-9]{3}"}),
+        ("One, two, three,", {"max_tokens": 24, "temperature": 0.0, "seed": 1, "stop": ["six"]}, {}),
+    ]
+    here = [idle_engine.generate(prompt, sampling, **more) for prompt, sampling, more in calls]
+    client = ProcessClient({"kv_tokens": 8192})
+    with Engine.from_client(client, side_of(client, PATIENCE)) as there:
+        assert [there.generate(prompt, sampling, **more) for prompt, sampling, more in calls] == here
+        assert "".join(delta.text for delta in there.stream(calls[0][0], calls[0][1])) == here[0].text
+        chosen = there.select("The sky is", [" blue", " loud"])
+        assert chosen == idle_engine.select("The sky is", [" blue", " loud"])
+        there.check()
+        assert there.stats().pages_live == 0
+        assert there.flush() > 0
+    with pytest.raises(EngineClosedError):
+        there.generate("late")
+
+
+def test_an_async_engine_may_sit_on_a_process() -> None:
+    async def ask() -> list[int]:
+        client = start()
+        hello = await asyncio.wrap_future(client.hello)
+        side = RemoteSide(ByteText(), Bytes(), hello.resolved.config, hello.resolved)  # type: ignore[arg-type]
+        async with AsyncEngine.from_client(client, side) as engine:
+            outputs = await asyncio.gather(
+                *(engine.generate([5, 6, n], {"max_tokens": 4, "temperature": 0.0, "ignore_eos": True}) for n in (7, 8, 7))
+            )
+            assert outputs[0].token_ids == outputs[2].token_ids
+            with pytest.raises(RequestTimeoutError):
+                await engine.generate([1, 2], {"max_tokens": 500, "ignore_eos": True}, timeout=0.01)
+            return list(outputs[0].token_ids)
+
+    here = InprocClient(scripted({}, Quiet()).core)
+    sink = Heard()
+    here.submit([(request("x", (5, 6, 7), max_tokens=4, temperature=0.0), sink)], atomic=True)
+    here.run(sink.over.is_set)
+    assert asyncio.run(ask()) == sink.tokens
