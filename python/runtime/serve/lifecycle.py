@@ -180,6 +180,8 @@ class Lifecycle:
         """Serve `app` until a signal or the engine's end."""
         import uvicorn
 
+        from phloem.runtime.serve.connection import Connection
+
         self._loop = asyncio.get_running_loop()
         self._host, self._monitor = host, monitor
         if self._current is None:
@@ -187,7 +189,7 @@ class Lifecycle:
         self._shares["import"] = time.monotonic() - self._began
         web = _Web(
             uvicorn.Config(
-                app, loop="none", http="httptools", ws="none", lifespan="on", log_config=None, access_log=False,
+                app, loop="none", http=Connection, ws="none", lifespan="on", log_config=None, access_log=False,
                 server_header=False, date_header=False, timeout_keep_alive=75, timeout_graceful_shutdown=2, backlog=2048,
             )
         )  # fmt: skip
