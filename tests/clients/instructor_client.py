@@ -7,12 +7,13 @@ from typing import Literal
 
 import instructor
 import openai
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 URL = sys.argv[1]
 
 
 class Answer(BaseModel):
+    model_config = ConfigDict(extra="forbid")  # a schema that allows more members is served with more members
     mood: Literal["good", "bad"]
     score: int = Field(ge=0, le=9)
 

@@ -75,7 +75,13 @@ def tool_loop(client: openai.OpenAI, model: str) -> None:
     tools = [openai.pydantic_function_tool(Weather)]
     messages: list[Any] = [{"role": "user", "content": "What is the weather in Oslo?"}]
     first = client.chat.completions.parse(
-        model=model, messages=messages, tools=tools, tool_choice="required", max_completion_tokens=60, temperature=0
+        model=model,
+        messages=messages,
+        tools=tools,
+        tool_choice="required",
+        parallel_tool_calls=False,
+        max_completion_tokens=80,
+        temperature=0,
     )
     message = first.choices[0].message
     assert first.choices[0].finish_reason == "tool_calls" and message.tool_calls

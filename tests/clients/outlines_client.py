@@ -9,12 +9,13 @@ from typing import Literal
 
 import openai
 import outlines
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 URL = sys.argv[1]
 
 
 class Answer(BaseModel):
+    model_config = ConfigDict(extra="forbid")  # a schema that allows more members is served with more members
     score: int = Field(ge=0, le=9)
 
 
