@@ -148,13 +148,15 @@ class PrefixCache:
         """
         tokens, tree = bytes(key[: max_pages * self.tree.page_bytes]), self.tree
         match = tree.match(tree.root(root), tokens)
-        covered = len(match.pages) * self.page_size
+        num_pages = match.num_pages
+        covered = num_pages * self.page_size
         source = None
         if use_copy and covered < limit:
             source = tree.source(match, tokens[covered * TOKEN_BYTES : limit * TOKEN_BYTES], step)
         grant = Grant(root, key, tree.pin(match), max_pages, self.page_size)
-        grant.add(match.pages)
-        grant.num_shared = grant.num_pages
+        grant.num_shared = grant.num_pages = num_pages
+        if num_pages:
+            grant.table[:num_pages] = np.frombuffer(match.ids, np.int32)
         self.tree.list_open(grant.lease, grant)
         if source is None:
             return grant, min(covered, limit)
@@ -192,8 +194,8 @@ class PrefixCache:
         page_bytes = self.tree.page_bytes
         tokens = bytes(grant.key[grant.num_shared * page_bytes : len(grant.table) * page_bytes])
         match = self.tree.match(grant.lease, tokens)
-        if match.pages:
-            self.adopted += len(match.pages)
+        if match.ids:
+            self.adopted += match.num_pages
             self._share(grant, match)
         return grant.num_shared * self.page_size
 
@@ -210,20 +212,20 @@ class PrefixCache:
             at, n = grant.num_shared * size, upto // size - grant.num_shared
             tokens = bytes(grant.key[at * TOKEN_BYTES : (at + n * size) * TOKEN_BYTES])
             match = tree.match(grant.lease, tokens)
-            if match.pages:
-                self.duplicates += len(match.pages)
+            if match.ids:
+                self.duplicates += match.num_pages
                 self._share(grant, match)
                 continue
-            pages: list[int] = grant.table[grant.num_shared : grant.num_shared + n].tolist()
-            tree.begun[pages[0]] = max(0, grant.written - at)
-            self._move(grant, tree.append(grant.lease, tokens, pages, step))
+            ids = grant.table[grant.num_shared : grant.num_shared + n].tobytes()
+            tree.begun[int(grant.table[grant.num_shared])] = max(0, grant.written - at)
+            self._move(grant, tree.append(grant.lease, tokens, ids, step))
             grant.num_shared += n
 
     def _share(self, grant: Grant, match: Match) -> None:
         """The tree's pages replace ours, or come where we had none yet."""
-        first, end = grant.num_shared, grant.num_shared + len(match.pages)
+        first, end = grant.num_shared, grant.num_shared + match.num_pages
         self.pool.give(grant.table[first : min(end, grant.num_pages)].tolist())
-        grant.table[first:end] = match.pages
+        grant.table[first:end] = np.frombuffer(match.ids, np.int32)
         grant.num_pages = max(grant.num_pages, end)
         old = grant.lease
         self._move(grant, self.tree.pin(match))
@@ -270,11 +272,11 @@ class PrefixCache:
     def hold(self, name: str, root: Hashable, key: bytes, ttl: float) -> int:
         """Pin what is cached of `key`, its tail too; how many tokens that is (R7)."""
         match = self.tree.match(self.tree.root(root), key)
-        num_tokens = len(match.pages) * self.page_size
-        tail = match.node.children.get(key[num_tokens * TOKEN_BYTES :]) if match.inside == len(match.node.pages) else None
+        num_tokens = match.num_pages * self.page_size
+        tail = match.node.children.get(key[num_tokens * TOKEN_BYTES :]) if match.inside == match.node.num_pages else None
         if tail is not None:
-            match, num_tokens = Match(tail, 1, tail.pages), len(key) // TOKEN_BYTES
-        if match.pages:
+            match, num_tokens = Match(tail, 1, tail.ids), len(key) // TOKEN_BYTES
+        if match.ids:
             self.holds.take_over(name, self.tree.pin(match), ttl)
         return num_tokens
 

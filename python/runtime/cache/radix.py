@@ -21,23 +21,28 @@ Growing: a leaf which only its writer leases grows in place. Trimming: eviction 
 
 A lease is one pin on the deepest node of a path: only leaves are evicted, so it protects the whole path. `children` holds
 edges and tails, told apart by the length of the key; `order` holds the same keys sorted, where the longest common run of
-anything with anything below a node is with a neighbour. Rules R1-R8 are engine.md's; docs/radix-tree.md tells the story.
+anything with anything below a node is with a neighbour. `heir` is the edge that a walk tries before it hashes a page: in a
+long path most nodes come of splits, and go on as they did. Page ids lie packed, like tokens. Rules R1-R8 are engine.md's; docs/radix-tree.md tells the story.
 """
 
 from __future__ import annotations
 
 import heapq
+from array import array
 from bisect import bisect_left, insort
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
+from struct import Struct
 from types import MappingProxyType
 from typing import Any, Protocol, cast
 
 from phloem.runtime.cache.pages import PagePool
 
-__all__ = ["TOKEN_BYTES", "Match", "Node", "OpenPage", "RadixTree", "Source", "common_run"]
+__all__ = ["TOKEN_BYTES", "Match", "Node", "OpenPage", "RadixTree", "Source", "common_run", "pack"]
 
 TOKEN_BYTES = 4
+ID_BYTES = 4
+_read_id = Struct("i").unpack_from
 MAX_GROWN_PAGES = 1024  # growing copies the edge's bytes: beyond this a new child is cheaper than the copy
 
 
@@ -54,16 +59,27 @@ class OpenPage(Protocol):
         """(tokens that earlier steps have written, page); (b"", -1) if there is none."""
 
 
+def pack(numbers: Iterable[int]) -> bytes:
+    """Tokens, or ids of pages, as int32."""
+    return array("i", numbers).tobytes()
+
+
 class Node:
-    """One edge and what hangs below it. `steps[i]` is the step that writes `pages[i]`; `name` is a root's key."""
+    """One edge and what hangs below it. `steps[i]` is the step that writes `pages[i]`; `name` is a root's key.
+
+    `ids` are the pages, packed: a list's ints lie anywhere, and in a tree of 5,000 prompts each read of one misses the cache.
+    `held` is the HoldBook's: holds that end here, and children that are held.
+    """
 
     __slots__ = (
         "children",
         "dead",
+        "heir",
+        "held",
+        "ids",
         "name",
         "open",
         "order",
-        "pages",
         "parent",
         "pins",
         "steps",
@@ -72,28 +88,48 @@ class Node:
         "watchers",
     )
 
-    def __init__(self, parent: Node | None, tokens: bytes, pages: list[int], steps: list[int], name: Hashable = None) -> None:
+    def __init__(self, parent: Node | None, tokens: bytes, ids: bytes, steps: list[int], name: Hashable = None) -> None:
         self.parent = parent
         self.tokens = tokens
-        self.pages = pages
+        self.ids = ids
         self.steps = steps
         self.name = name
         self.children: dict[bytes, Node] = _EMPTY
+        self.heir: Node | None = None
         self.order: list[bytes] = _NO_KEYS
         self.open: dict[OpenPage, None] = _EMPTY
         self.watchers: dict[bytes, dict[Any, None]] = _EMPTY
-        self.pins = 0
+        self.pins = self.held = 0
         self.used = 0
         self.dead = False
+
+    @property
+    def pages(self) -> list[int]:
+        return memoryview(self.ids).cast("i").tolist()
+
+    @property
+    def num_pages(self) -> int:
+        return len(self.ids) // ID_BYTES
+
+    def page(self, i: int) -> int:
+        return cast("int", _read_id(self.ids, i * ID_BYTES)[0])
 
 
 @dataclass(slots=True)
 class Match:
-    """Where a walk ended: after the first `inside` pages of `node`. `pages` are those found, from the walk's start."""
+    """Where a walk ended: after the first `inside` pages of `node`. `ids` are the pages found, packed, from the walk's start."""
 
     node: Node
     inside: int
-    pages: list[int]
+    ids: bytes
+
+    @property
+    def pages(self) -> list[int]:
+        return memoryview(self.ids).cast("i").tolist()
+
+    @property
+    def num_pages(self) -> int:
+        return len(self.ids) // ID_BYTES
 
 
 @dataclass(slots=True)
@@ -133,33 +169,34 @@ class RadixTree:
     def root(self, name: Hashable) -> Node:
         """The root of `name`; one that is not yet part of the tree if nothing hangs below it."""
         root = self.roots.get(name)
-        return root if root is not None else Node(None, b"", [], [], name)
+        return root if root is not None else Node(None, b"", b"", [], name)
 
     def match(self, node: Node, tokens: bytes) -> Match:
         """Whole pages of `tokens` below the end of `node`, whoever writes them: launched, or planned in this plan (R5)."""
         size, end, done = self.page_bytes, len(tokens), 0
-        inside, pages = len(node.pages), []
+        found: list[bytes] = []
         while end - done >= size:  # never less than a page: it might spell a tail
-            child = node.children.get(tokens[done : done + size])
-            if child is None:
-                break
+            child = node.heir
+            if child is None or not tokens.startswith(child.tokens, done):
+                child = node.children.get(tokens[done : done + size])
+                if child is None:
+                    break
+                if not tokens.startswith(child.tokens, done):
+                    inside = self._pages_in_common(child, tokens, done)
+                    found.append(child.ids[: inside * ID_BYTES])
+                    return Match(child, inside, b"".join(found))
             node = child
-            if not tokens.startswith(child.tokens, done):
-                inside = self._pages_in_common(child, tokens, done)
-                pages += child.pages[:inside]
-                break
-            inside = len(child.pages)
-            pages += child.pages
+            found.append(child.ids)
             done += len(child.tokens)
-        return Match(node, inside, pages)
+        return Match(node, len(node.ids) // ID_BYTES, b"".join(found))
 
     def _pages_in_common(self, child: Node, tokens: bytes, done: int) -> int:
         """Pages of `child` that tokens[done:] spells; the first is known to be one. Bisection: each probe is a memcmp."""
         size, edge = self.page_bytes, child.tokens
-        low, high = 1, min(len(child.pages), (len(tokens) - done) // size)
+        low, high = 1, min(child.num_pages, (len(tokens) - done) // size)
         while low < high:
             middle = (low + high + 1) // 2
-            if edge[low * size : middle * size] == tokens[done + low * size : done + middle * size]:
+            if tokens.startswith(edge[low * size : middle * size], done + low * size):
                 low = middle
             else:
                 high = middle - 1
@@ -170,11 +207,11 @@ class RadixTree:
         node, rest = match.node, rest[: self.page_bytes]
         best: Source | None = None
         length = 0
-        if match.inside < len(node.pages):  # inside an edge there is one candidate
+        if match.inside < node.num_pages:  # inside an edge there is one candidate
             at = match.inside * self.page_bytes
             run = common_run(node.tokens[at : at + self.page_bytes], rest)
             run = self._written(node, match.inside, run, step)
-            return Source(node.pages[match.inside], run, node) if run else None
+            return Source(node.page(match.inside), run, node) if run else None
         middle = bisect_left(node.order, rest)
         for indices in (range(middle, len(node.order)), range(middle - 1, -1, -1)):
             for i in indices:  # a neighbour is best; we go on only past pages that this very plan writes
@@ -184,7 +221,7 @@ class RadixTree:
                 child = node.children[node.order[i]]
                 run = self._written(child, 0, run, step)
                 if run > length:
-                    best, length = Source(child.pages[0], run, child), run
+                    best, length = Source(child.page(0), run, child), run
         for sequence in node.open:  # at most max_running of them
             tokens, page = sequence.open_page()
             run = common_run(tokens, rest)
@@ -194,7 +231,7 @@ class RadixTree:
 
     def _written(self, node: Node, i: int, run: int, step: int) -> int:
         """How much of a run earlier steps wrote: copies run before the forward, so this plan's own tokens are not there."""
-        return run if node.steps[i] < step else min(run, self.begun.get(node.pages[i], 0))
+        return run if node.steps[i] < step else min(run, self.begun.get(node.page(i), 0))
 
     # ---------------------------------------------------------------------------------------------------------- leases
 
@@ -203,7 +240,7 @@ class RadixTree:
         node = match.node
         if node.parent is None:
             self.roots.setdefault(node.name, node)
-        elif match.inside < len(node.pages):
+        elif match.inside < node.num_pages:
             node = self._split(node, match.inside)
         node.pins += 1
         self.touch(node)
@@ -216,34 +253,36 @@ class RadixTree:
         self._offer(node)
 
     def _split(self, node: Node, n: int) -> Node:
-        cut = n * self.page_bytes
+        cut, at = n * self.page_bytes, n * ID_BYTES
         parent = node.parent
         assert parent is not None
-        upper = Node(parent, node.tokens[:cut], node.pages[:n], node.steps[:n])
-        upper.used = node.used
+        upper = Node(parent, node.tokens[:cut], node.ids[:at], node.steps[:n])
+        upper.used, upper.held = node.used, int(node.held > 0)
         parent.children[upper.tokens[: self.page_bytes]] = upper
-        node.parent, node.tokens, node.pages, node.steps = upper, node.tokens[cut:], node.pages[n:], node.steps[n:]
+        if parent.heir is node:
+            parent.heir = upper
+        node.parent, node.tokens, node.ids, node.steps = upper, node.tokens[cut:], node.ids[at:], node.steps[n:]
         key = node.tokens[: self.page_bytes]
-        upper.children, upper.order = {key: node}, [key]
+        upper.children, upper.order, upper.heir = {key: node}, [key], node
         self.num_nodes += 1
         self._wake(node)
         return upper
 
     # --------------------------------------------------------------------------------------------------------- writing
 
-    def append(self, node: Node, tokens: bytes, pages: list[int], step: int) -> Node:
-        """Hang whole pages below `node`, which the caller leases; returns the node to which that lease has moved."""
-        first = tokens[: self.page_bytes]
-        assert first not in node.children and len(tokens) == len(pages) * self.page_bytes
-        self.num_pages += len(pages)
-        if node.pins == 1 and node.parent is not None and not node.children and len(node.pages) < MAX_GROWN_PAGES:
+    def append(self, node: Node, tokens: bytes, ids: bytes, step: int) -> Node:
+        """Hang whole pages (`ids`: packed) below `node`, which the caller leases; returns the node to which that lease has moved."""
+        first, n = tokens[: self.page_bytes], len(ids) // ID_BYTES
+        assert first not in node.children and len(tokens) == n * self.page_bytes
+        self.num_pages += n
+        if node.pins == 1 and node.parent is not None and not node.children and node.num_pages < MAX_GROWN_PAGES:
             node.tokens += tokens
-            node.pages += pages
-            node.steps += [step] * len(pages)
+            node.ids += ids
+            node.steps += [step] * n
             self._wake(node, first)
             self.touch(node)
             return node
-        child = Node(node, tokens, pages[:], [step] * len(pages))
+        child = Node(node, tokens, ids, [step] * n)
         self._attach(child, first)
         self._wake(node, first)
         child.pins = 1
@@ -271,7 +310,7 @@ class RadixTree:
             shorter = node.children.get(tokens[:cut])
             if shorter is not None and not shorter.pins:
                 self._remove(shorter)
-        tail = Node(node, tokens, [page], [step])
+        tail = Node(node, tokens, pack((page,)), [step])
         self.num_pages += 1
         self._attach(tail, tokens)
         self.touch(tail)
@@ -285,6 +324,8 @@ class RadixTree:
             parent.children, parent.order = {}, []
         parent.children[key] = child
         insort(parent.order, key)
+        if parent.heir is None and len(key) == self.page_bytes:  # a tail ends a walk, whatever follows it
+            parent.heir = child
         self.num_nodes += 1
 
     # --------------------------------------------------------------------------------------------------- eviction (R7)
@@ -299,17 +340,19 @@ class RadixTree:
             used, _, node = heapq.heappop(self._lru)
             if node.dead or node.pins or node.children or node.used != used:
                 continue
-            if len(node.pages) > 1:  # from the edge's end: a leaf of 2,000 tokens is not lost for one page
-                self._trim(node, len(node.pages) - 1)
+            if node.num_pages > 1:  # from the edge's end: a leaf of 2,000 tokens is not lost for one page
+                self._trim(node, node.num_pages - 1)
             else:
                 self._remove(node)
             return True
         return False
 
     def _trim(self, node: Node, n: int) -> None:
+        assert not node.held, "a hold survived into a trimmed node"
         self.pool.give(node.pages[n:])
-        self.num_pages -= len(node.pages) - n
-        del node.pages[n:], node.steps[n:]
+        self.num_pages -= node.num_pages - n
+        node.ids = node.ids[: n * ID_BYTES]
+        del node.steps[n:]
         node.tokens = node.tokens[: n * self.page_bytes]
         self._wake(node)
         self._offer(node)
@@ -318,10 +361,12 @@ class RadixTree:
         parent, key = node.parent, node.tokens[: self.page_bytes]
         assert parent is not None and not node.children and not node.pins, "a lease survived into a dropped node"
         self.pool.give(node.pages)
-        self.num_pages -= len(node.pages)
+        self.num_pages -= node.num_pages
         self.num_nodes -= 1
         node.dead = True
         del parent.children[key], parent.order[bisect_left(parent.order, key)]
+        if parent.heir is node:
+            parent.heir = None
         self._wake(node)
         parent.used = max(parent.used, node.used)  # so touching the deepest node is as good as touching the path
         self._offer(parent)

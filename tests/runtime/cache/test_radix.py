@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
@@ -11,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from phloem.runtime.cache import radix
 from phloem.runtime.cache.pages import PagePool
-from phloem.runtime.cache.radix import RadixTree, common_run
+from phloem.runtime.cache.radix import Node, RadixTree, common_run
 from tests.runtime.cache.tree_model import Owner, Pair, Path, pack, random_operation
 
 TOKENS = st.lists(st.sampled_from((0, 0, 0, 1, 2, 300)), max_size=14).map(tuple)
@@ -107,7 +108,7 @@ def insert(tree: RadixTree, tokens: tuple[int, ...], step: int = 1) -> list[int]
     rest = tokens[len(match.pages) * tree.page_size :]
     pages = tree.pool.take(len(rest) // tree.page_size)
     if pages:
-        lease = tree.append(lease, pack(rest[: len(pages) * tree.page_size]), pages, step)
+        lease = tree.append(lease, pack(rest[: len(pages) * tree.page_size]), pack(pages), step)
     tree.unpin(lease)
     return pages
 
@@ -186,6 +187,78 @@ def test_the_open_page_of_a_live_sequence_is_a_source() -> None:
     tree.list_open(lease, Owner(pack((1, 2, 3)), 5))
     source = tree.source(tree.match(tree.root("r"), pack((1, 2, 9))), pack((1, 2, 9)), step=1)
     assert source is not None and (source.page, source.length, source.node) == (5, 2, None)
+
+
+class Counting(dict[bytes, Node]):
+    """A node's children: how often they were looked into, or gone through."""
+
+    looked = 0
+
+    def get(self, key: bytes, default: Node | None = None) -> Node | None:  # type: ignore[override]
+        Counting.looked += 1
+        return super().get(key, default)
+
+    def __getitem__(self, key: bytes) -> Node:
+        Counting.looked += 1
+        return super().__getitem__(key)
+
+    def __iter__(self) -> Iterator[bytes]:
+        raise AssertionError("a match goes through the children of no node")
+
+    keys = values = items = __iter__  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("num_siblings", [3, 3000])
+def test_a_match_costs_the_same_among_few_prompts_and_among_many(num_siblings: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R10: a walk looks a page up only where it leaves the heirs, and a copy source is sought among neighbours."""
+    tree, stem = RadixTree(4, PagePool(4 * num_siblings + 100)), tuple(range(1, 81))
+    insert(tree, stem)
+    for i in range(num_siblings):  # below the root, and below the stem's fifth page, in both sorted orders
+        insert(tree, (1000 + i * 7919 % 50_000, 0, 0, 0))
+        insert(tree, (*stem[:20], 21, 22, i, 0))
+    for cut in range(4, 80, 4):  # the stem becomes a path of twenty nodes
+        insert(tree, (*stem[:cut], 0, 0, 0, 0))
+    for node in list(tree.nodes()):
+        node.children = Counting(node.children)
+    runs: list[int] = []
+    monkeypatch.setattr(radix, "common_run", lambda a, b: runs.append(common_run(a, b)) or runs[-1])
+
+    def look(tokens: tuple[int, ...]) -> tuple[int, int, int, int]:
+        """Pages matched, tokens of the copy source; children looked up, runs counted."""
+        Counting.looked = 0
+        runs.clear()
+        match = tree.match(tree.root("r"), pack(tokens))
+        source = tree.source(match, pack(tokens[match.num_pages * 4 :]), step=2)
+        return match.num_pages, source.length if source else 0, Counting.looked, len(runs)
+
+    assert look(stem) == (20, 0, 0, 0), "the heirs all the way: no page is hashed"
+    pages, length, looked, num_runs = look((*stem[:20], 21, 22, 1, 9))
+    assert (pages, length) == (5, 3) and looked <= 4 and num_runs <= 4
+    pages, length, looked, num_runs = look((*stem[:20], 21, 22, 1, 0, 5))
+    assert (pages, length) == (6, 0) and looked <= 3 and num_runs == 0
+    pages, length, looked, num_runs = look((1000, 0, 5, 5))
+    assert (pages, length) == (0, 2) and looked <= 4 and num_runs <= 4
+
+
+def test_the_first_child_that_goes_is_no_heir_any_more() -> None:
+    tree = RadixTree(2, PagePool(16))
+    insert(tree, (1, 1, 2, 2))
+    insert(tree, (1, 1, 3, 3))  # [1, 1] -> [2, 2], the heir, and [3, 3]
+    upper = tree.match(tree.root("r"), pack((1, 1))).node
+    assert upper.heir is not None and upper.heir.tokens == pack((2, 2))
+    assert tree.evict() and upper.heir is None
+    assert tree.match(tree.root("r"), pack((1, 1, 3, 3))).num_pages == 2
+    assert tree.match(tree.root("r"), pack((1, 1, 2, 2))).num_pages == 1
+    insert(tree, (1, 1, 2, 2))
+    assert upper.heir is not None and upper.heir.tokens == pack((2, 2))
+
+
+def test_a_tail_is_no_heir() -> None:
+    """It would pass for a whole page of whatever goes on from it."""
+    tree = RadixTree(4, PagePool(16))
+    lease = tree.pin(tree.match(tree.root("r"), b""))
+    assert tree.add_tail(lease, pack((1, 2)), tree.pool.take(1)[0], 1)
+    assert tree.match(lease, pack((1, 2, 3, 4))).num_pages == 0 and lease.heir is None
 
 
 def test_roots_do_not_see_each_other() -> None:

@@ -143,7 +143,7 @@ class Pair:
         n = len(ids)
         end = found
         if n:
-            new = self.tree.append(node, pack(rest[: n * self.size]), ids, self.step)
+            new = self.tree.append(node, pack(rest[: n * self.size]), pack(ids), self.step)
             for k, page in enumerate(ids, 1):
                 end = (path[0], found[1] + rest[: k * self.size])
                 self.pages[end] = Page(page, self.step, 0)
@@ -224,6 +224,9 @@ class Pair:
             owned += node.pages
             assert node.pins == pins[id(node)] and not node.dead
             assert sorted(node.children) == list(node.order)
+            if node.heir is not None:
+                first = node.heir.tokens[: self.size * TOKEN_BYTES]
+                assert len(first) == self.size * TOKEN_BYTES and node.children[first] is node.heir
             prefix = b"".join(n.tokens for n in tree.path(node))
             for k, page in enumerate(node.pages, 1):
                 above = len(prefix) - len(node.tokens)
