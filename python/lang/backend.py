@@ -238,6 +238,11 @@ class EngineBackend:
         for name in names:
             self._posted = self.client.call("release", name)
 
+    def count_steps(self) -> Callable[[], int | None]:
+        """Steps made when the engine comes to this. Posted, not waited for; the answer is None until it is there."""
+        posted = self._posted = self.client.call("stats")
+        return lambda: posted.result().steps if posted.done() and posted.exception() is None else None
+
     def drain(self) -> None:
         """What was only posted is done when this returns; where another thread works, it does it."""
         if not self.self_driven and self._posted is not None:

@@ -33,7 +33,7 @@ class Batch(list[Run[Any]]):
 
     @property
     def usage(self) -> RunUsage:
-        return usage_of(self._session.records)
+        return usage_of(self._session.records, self._session.forwards)
 
     @property
     def records(self) -> list[Any]:

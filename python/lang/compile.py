@@ -152,7 +152,8 @@ class Arranger:
         same: dict[object, list[Job]] = {}
         for job in jobs:
             r = job.request
-            if r.group is None and r.sampling.prompt_logprobs is None and r.sampling.max_tokens != 0:
+            # Those that are samples of a gen already join too: else the second gen would compute the last token again. Seeds are their own.
+            if r.sampling.seed is not None and r.sampling.prompt_logprobs is None and r.sampling.max_tokens != 0:
                 same.setdefault((r.grammar, r.priority), []).append(job)
         for each in same.values():
             if len(each) > 1:

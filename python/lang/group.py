@@ -162,6 +162,21 @@ class BaseGroup(Generic[S]):
 
             parent._call(replay)
 
+    def _counted(self, key: Any, slots: list[Slot], by: Callable[[Any], Any] | None) -> bool:
+        failed = self.on_error == "raise" and self.failures > 0
+        return failed or self._ballot(key, slots, by)[1] or all(s.done for s in slots)
+
+    def _raise_if_none(self, slots: list[Slot]) -> None:
+        """A failure that counts here; or none has voted, which is no result."""
+        if self.on_error == "raise" and any(s.error is not None for s in slots):
+            self._raise_failures()
+        if slots and not any(s.done and s.error is None for s in slots):
+            errors = [s.error for s in slots if s.error is not None]
+            self._end()
+            raise errors[0].with_traceback(None)
+        if not slots:
+            raise located(InvalidRequestError("there are no branches to vote.", param="fork"), self._at)
+
     # ---- combinators, decided --------------------------------------------------------------------------------------------
 
     def _ballot(self, key: Any, slots: list[Slot], by: Callable[[Any], Any] | None) -> tuple[Any, bool]:
@@ -218,12 +233,14 @@ class Group(BaseGroup[State]):
         self._raise_failures()
 
     def join(self, mode: Literal["gather_variable", "concate_and_append"] = "gather_variable") -> None:
-        """Wait for all; their new variables become lists on the parent, or what they added is appended to it (F5)."""
+        """Wait for all; their new variables become lists on the parent, or what they added is appended to it (F5). Once: later ones do nothing."""
         if mode not in ("gather_variable", "concate_and_append"):
             raise located(
                 InvalidRequestError(f"mode is {mode!r}; expected 'gather_variable' or 'concate_and_append'.", param="mode"),
                 caller(),
             )
+        if self._over:
+            return
         self._wait()
         self._gather()
         if mode == "concate_and_append":
@@ -252,16 +269,12 @@ class Group(BaseGroup[State]):
         it cannot change the winner.
         """
         slots = [self._slot(s, key) for s in self._states]
-        self._session.wait(lambda: self._ballot(key, slots, by)[1] or all(s.done for s in slots))
+        self._session.wait(lambda: self._counted(key, slots, by))
         self._raise_if_none(slots)
         value, _ = self._ballot(key, slots, by)
         self._quit([s for s, slot in zip(self._states, slots) if slot.done], pass_on=False)
         found: T = value
         return found
-
-    def _raise_if_none(self, slots: list[Slot]) -> None:
-        if self.on_error == "raise" and any(s.error is not None for s in slots):
-            self._raise_failures()
 
     def best(self, key: Gen[Any] | Callable[[State], Any]) -> State:
         """The branch of the highest value; the first of equals."""
@@ -315,6 +328,8 @@ class AsyncGroup(BaseGroup[AsyncState]):
 
     async def join(self, mode: Literal["gather_variable", "concate_and_append"] = "gather_variable") -> None:
         """As Group.join."""
+        if self._over:
+            return
         await self._wait()
         self._gather()
         if mode == "concate_and_append":
@@ -341,9 +356,8 @@ class AsyncGroup(BaseGroup[AsyncState]):
     async def vote(self, key: Gen[T], by: Callable[[T], Any] | None = None) -> T:
         """As Group.vote."""
         slots = [self._slot(s, key) for s in self._states]
-        await self._session.until(lambda: self._ballot(key, slots, by)[1] or all(s.done for s in slots))
-        if self.on_error == "raise" and any(s.error is not None for s in slots):
-            self._raise_failures()
+        await self._session.until(lambda: self._counted(key, slots, by))
+        self._raise_if_none(slots)
         value, _ = self._ballot(key, slots, by)
         self._quit([s for s, slot in zip(self._states, slots) if slot.done], pass_on=False)
         found: T = value

@@ -76,6 +76,7 @@ class Session:
         self._ring: asyncio.Event | None = None
         self._waiting = 0
         self._failure: BaseException | None = None
+        self._steps: list[Callable[[], int | None]] = []  # at the first request, and at the end
 
     def new_id(self, kind: str) -> str:
         self._count += 1
@@ -151,7 +152,20 @@ class Session:
             self.live[job.request.id] = job
         if jobs and not self.dry:
             with self._located():
+                if not self._steps:
+                    self._count_steps()
                 self.backend.submit(jobs)
+
+    def _count_steps(self) -> None:
+        count = getattr(self.backend, "count_steps", None)
+        if count is not None:
+            self._steps.append(count())
+
+    @property
+    def forwards(self) -> int | None:
+        """Steps of the engine from the first request to the end of the session; None while it goes on, or where nobody tells."""
+        counts = [count() for count in self._steps]
+        return counts[1] - counts[0] if len(counts) == 2 and counts[0] is not None and counts[1] is not None else None
 
     @contextmanager
     def _located(self) -> Iterator[None]:
@@ -521,6 +535,8 @@ class Session:
                     self.backend.wait(lambda: all(job.output is not None for job in self.live.values()), time.monotonic() + 60)
             self._released += [job.request.id for job in self.live.values() if job.request.hold]
             self._let_go()
+            if self._steps:
+                self._count_steps()
             drain = getattr(self.backend, "drain", None)
             if drain is not None:
                 drain()

@@ -109,6 +109,7 @@ def usage_table(usage: RunUsage) -> str:
         f"prompt {_n(u.prompt)} = cached {_n(u.cached)} + computed {_n(u.computed)}   hit {u.hit:.1%}   unique {_n(u.unique)}\n"
         f"completion {_n(u.completion)} (forced {_n(u.forced)}, dropped {_n(u.dropped)}, fed back {_n(u.fed)})   "
         f"recomputed {_n(u.recomputed)}   requests {u.requests}"
+        + ("" if u.forwards is None else f"   forwards {_n(u.forwards)}")
     )
 
 

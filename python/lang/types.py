@@ -68,12 +68,14 @@ def _range(name: str, low: Any, high: Any, kinds: Any) -> Any:
 class Shape:
     """grammar: None is free text.   typed: the value is of a type, and an incomplete output raises IncompleteOutput.
     parse: text of a complete output -> value; raises ValueError.   json: the text is JSON, so partial values make sense (U4).
+    goes_on: whether a complete text could be the beginning of a longer one; None: never. Cut by length, it may be half a value then (V2).
     """
 
     grammar: GrammarSpec | None
     typed: bool
     parse: Callable[[str], Any] | None = None
     json: bool = False
+    goes_on: Callable[[str], bool] | None = None
 
     def value(self, output: Output, text: str) -> Any:
         """Raises IncompleteOutput; a str that was asked for as SGLang does may be partial."""
@@ -81,6 +83,10 @@ class Shape:
             return text
         if output.finish_reason not in ("grammar", "eos", "stop_token", "stop_string", "length"):
             raise IncompleteOutput(f"the output ended by {output.finish_reason!r} before it was a value: {_tail(text)}")
+        if output.finish_reason == "length" and self.goes_on is not None and self.goes_on(text):
+            raise IncompleteOutput(
+                f"{_tail(text)} was cut by max_tokens where it could have gone on, so it may be half a value. Raise max_tokens, or bound the type."
+            )
         try:
             return self.parse(text)
         except Exception as error:
@@ -155,15 +161,16 @@ def _shape_of_type(type_: Any, how_items: tuple[tuple[str, Any], ...]) -> Shape:
     if type_ is bool:
         return Shape(_spec({"regex": "(true|false|True|False)"}, how), True, lambda text: text.lower() == "true")
     if type_ is int:
-        return Shape(_spec({"regex": REGEX_INT}, how), True, int)
+        return Shape(_spec({"regex": REGEX_INT}, how), True, int, goes_on=_is_open_number)
     if type_ is float:
-        return Shape(_spec({"regex": r"-?(0|[1-9][0-9]{0,15})(\.[0-9]{1,15})?"}, how), True, float)
+        return Shape(_spec({"regex": r"-?(0|[1-9][0-9]{0,15})(\.[0-9]{1,15})?"}, how), True, float, goes_on=_ends_in_digit)
     if isinstance(type_, _Range):
         return _range_shape(type_, how)
     if get_origin(type_) is typing.Literal or (isinstance(type_, type) and issubclass(type_, enum.Enum)):
         texts, values = choices_of(type_)
         table = dict(zip(reversed(texts), reversed(values)))
-        return Shape(_spec({"choices": list(dict.fromkeys(texts))}, how), True, table.__getitem__)
+        longer = {a for a in texts for b in texts if a != b and b.startswith(a)}
+        return Shape(_spec({"choices": list(dict.fromkeys(texts))}, how), True, table.__getitem__, goes_on=longer.__contains__)
     return _json_shape(type_, how)
 
 
@@ -183,7 +190,24 @@ def _range_shape(range_: _Range, how: Mapping[str, Any]) -> Shape:
             raise ValueError(f"{value} is outside of {range_}")
         return value
 
-    return Shape(spec, True, parse)
+    def goes_on(text: str) -> bool:
+        if range_.name != "IntRange":
+            return _ends_in_digit(text)
+        if not _is_open_number(text):
+            return False
+        bound = high if text[:1] != "-" else None if low is None else -low
+        return bound is None or abs(int(text)) * 10 <= bound
+
+    return Shape(spec, True, parse, goes_on=goes_on)
+
+
+def _ends_in_digit(text: str) -> bool:
+    return text.rstrip()[-1:].isdigit()
+
+
+def _is_open_number(text: str) -> bool:
+    """Whether an integer of these digits could have more of them."""
+    return _ends_in_digit(text) and text.lstrip("-") != "0"
 
 
 def _json_shape(type_: Any, how: Mapping[str, Any]) -> Shape:
@@ -199,7 +223,9 @@ def _json_shape(type_: Any, how: Mapping[str, Any]) -> Shape:
             param="type",
         ) from None
     spec = _spec({"json_schema": _closed(schema)}, how)
-    return Shape(spec, True, adapter.validate_json, json=True)
+    return Shape(
+        spec, True, adapter.validate_json, json=True, goes_on=_ends_in_digit
+    )  # objects, lists and strings close themselves
 
 
 def _closed(schema: Any) -> Any:

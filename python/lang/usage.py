@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 
 from phloem.lang.backend import Record
@@ -23,7 +23,8 @@ class RunUsage:
     """prompt: tokens sent, of all requests = cached + computed.   unique: size of the trie of all prompts.   fed: of these, tokens that were fed
     to the model while they were being generated.   completion, forced: tokens drawn, and of these without asking the model.   dropped: drawn,
     and on no path.   again: tokens known before that had to be computed once more for their logits: the last of a prompt found whole (R4), and
-    of scored paths what they share.   recomputed: what was computed beyond unique − fed; Y6 says that it is `again`, and no more.
+    of scored paths what they share.   forwards: steps that the engine made from the first request to the last end, whoever caused them; None
+    where the backend does not tell.   recomputed: what was computed beyond unique − fed; Y6 says that it is `again`, and no more.
     """
 
     prompt: int = 0
@@ -38,6 +39,7 @@ class RunUsage:
     warmups: int = 0
     scored: int = 0
     again: int = 0
+    forwards: int | None = field(default=None, compare=False)  # of whoever shared the engine too, so no figure of the run's alone
 
     @property
     def hit(self) -> float:
@@ -49,7 +51,7 @@ class RunUsage:
         return self.computed - (self.unique - self.fed)
 
 
-def usage_of(records: Sequence[Record]) -> RunUsage:
+def usage_of(records: Sequence[Record], forwards: int | None = None) -> RunUsage:
     """Of records, of one run or of several."""
     done = [r for r in records if r.output is not None]
     prompt = cached = completion = forced = dropped = warmups = scored = 0
@@ -65,7 +67,19 @@ def usage_of(records: Sequence[Record]) -> RunUsage:
         scored += r.kind == "score"
     unique, fed = _trie(done)
     return RunUsage(
-        prompt, cached, prompt - cached, unique, fed, completion, forced, dropped, len(done), warmups, scored, _again(done)
+        prompt,
+        cached,
+        prompt - cached,
+        unique,
+        fed,
+        completion,
+        forced,
+        dropped,
+        len(done),
+        warmups,
+        scored,
+        _again(done),
+        forwards,
     )
 
 

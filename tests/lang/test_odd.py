@@ -6,13 +6,13 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
-from phloem.lang import AsyncState, IntRange, State, assistant, function, gen, select, system, user, user_end
+from phloem.lang import AsyncState, Capabilities, IntRange, State, assistant, function, gen, select, system, user, user_end
 from phloem.lang.testing import Scripted
-from phloem.runtime.errors import Cancelled, EngineClosedError, InvalidRequestError, ProgramTimeout
+from phloem.runtime.errors import Cancelled, EngineClosedError, IncompleteOutput, InvalidRequestError, ProgramTimeout
 
 
 @contextmanager
@@ -51,6 +51,123 @@ def test_y6_holds_for_batches_of_programs_that_fork(samples: int, ending: str) -
         assert usage.cached == after.cached_tokens - before.cached_tokens
         for word in ("prompt", "cached", "computed", "completion", "forced", "dropped", "requests"):
             assert getattr(usage, word) == sum(getattr(run.usage, word) for run in runs), word
+
+
+def test_y6_holds_for_samples_of_equal_prompts_in_two_branches() -> None:
+    @function
+    def program(s: State) -> Any:
+        s += "x" + gen("i", int, n=3, max_tokens=3) + "."
+        with s.fork(2) as branches:
+            for b in branches:
+                b += "y" + gen("j", n=2, max_tokens=3)
+        return s["i"], s["j"]
+
+    for compile in (True, False):
+        with scripted({"i": "7", "j": "jj"}) as backend:
+            run = program.run(backend=backend, compile=compile)
+            assert run.value == ([7] * 3, [["jj"] * 2] * 2)
+            if compile:
+                assert run.usage.recomputed == run.usage.again == 0
+
+
+def test_u8_forwards_are_the_engines() -> None:
+    @function
+    def program(s: State) -> None:
+        s += "x" + gen("i", max_tokens=9)
+        with s.fork(3) as branches:
+            for b in branches:
+                b += "y" + gen("j", max_tokens=9)
+
+    with scripted({"i": "seven", "j": "jj"}) as backend:
+        before = backend.stats().steps
+        run = program.run(backend=backend)
+        assert run.usage.forwards == backend.stats().steps - before > 0
+        assert f"forwards {run.usage.forwards}" in run.show()
+        again = program.run(backend=backend)
+        assert 0 < again.usage.forwards <= run.usage.forwards
+        runs = program.run_batch([{}] * 3, backend=backend)
+        assert runs.usage.forwards < 3 * run.usage.forwards, "together"
+        assert program.plan(backend=backend) is not None
+
+
+@pytest.mark.parametrize(
+    ("type_", "text", "limit", "value"),
+    [
+        (int, "55", 1, None), (int, "55", 2, None), (int, "55", 3, 55), (int, "0", 1, 0), (float, "1.5", 3, None), (IntRange(0, 60), "55", 2, 55),
+        (IntRange(0, 60), "5", 1, None), (IntRange(-9, 900), "-7", 2, -7), (Literal["a", "ab"], "a", 1, None), (Literal["a", "ab"], "ab", 2, "ab"),
+        (bool, "true", 4, True), (list[int], "[1, 2]", 6, [1, 2]),
+    ],
+)  # fmt: skip
+def test_v2_a_value_that_was_cut_where_it_could_go_on_is_no_value(type_: Any, text: str, limit: int, value: Any) -> None:
+    """55 cut after one token once was the integer 5."""
+
+    @function
+    def program(s: State) -> Any:
+        s += "x" + gen("v", type_, max_tokens=limit)
+        return s["v"]
+
+    with scripted({"v": text}) as backend:
+        if value is None:
+            with pytest.raises(IncompleteOutput, match=r"test_odd\.py:\d+ 'v'"):
+                program.run(backend=backend)
+        else:
+            assert program.run(backend=backend).value == value
+
+
+def test_z1_select_is_emulated_where_the_user_says_so() -> None:
+    """By a constraint of what kinds the backend has, and the trace says how; there are no scores."""
+
+    @function
+    def program(s: State) -> Any:
+        s += "Pick: " + select("c", ["tea", "coffee", "tea"]) + "." + gen("x", max_tokens=3)
+        with pytest.raises(InvalidRequestError, match=r"no select|no scores|emulated"):
+            s.scores("c")
+        return s["c"], s["x"], s.text()
+
+    for kinds, how in (({"choices"}, "choices"), ({"json_schema"}, "json_schema")):
+        can = Capabilities(prompt_logprobs=False, grammars=frozenset(kinds), emulate=frozenset({"select"}), sampling=frozenset({"max_tokens", "temperature", "seed"}))  # fmt: skip
+        said = "coffee" if how == "choices" else '"coffee"'
+        with scripted({"c": said, "x": "ok"}, capabilities=can) as backend:
+            run = program.run(backend=backend)
+            assert run.value == ("coffee", "ok", "Pick: coffee.ok")
+            (record,) = [r for r in run.records if r.name == "c"]
+            assert record.emulated == f"select by {how}" and record.request.sampling.temperature == 0
+
+
+@pytest.mark.parametrize("on_error", ["raise", "collect"])
+def test_f3_a_vote_of_failures_is_no_vote(on_error: Any) -> None:
+    """With on_error="collect" it once gave None."""
+
+    @function
+    def program(s: State, good: int) -> Any:
+        s += "x"
+        vote = gen("v", int, max_tokens=2)
+        with s.fork(3, on_error=on_error) as branches:
+            for i, b in enumerate(branches):
+                b += vote if i >= good else gen("v", int, max_tokens=9)
+                b.set_var("same", 1)
+            return branches.vote("v")
+
+    with scripted({"v": "123"}) as backend:
+        for good in (0, 2) if on_error == "raise" else (0,):
+            with pytest.raises((IncompleteOutput, ExceptionGroup)):
+                program.run(good=good, backend=backend)
+        if on_error == "collect":
+            assert program.run(good=2, backend=backend).value == 123
+
+
+def test_f5_a_second_join_appends_nothing() -> None:
+    @function
+    def program(s: State) -> str:
+        s += "x"
+        forks = s.fork(2)
+        forks += lambda i: f"[{i}" + gen("a", max_tokens=2) + "]"
+        forks.join(mode="concate_and_append")
+        forks.join(mode="concate_and_append")
+        return s.text()
+
+    with scripted({"a": "A"}) as backend:
+        assert program.run(backend=backend).value == "x[0A][1A]"
 
 
 def test_u4_of_a_gen_that_is_tried_again_only_the_accepted_attempt_is_told() -> None:
