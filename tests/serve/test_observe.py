@@ -112,7 +112,7 @@ def test_the_table_of_metrics_is_the_one_that_is_documented() -> None:
         "generation_tokens_total", "evicted_tokens_total", "discarded_tokens_total", "requests_total", "rejected_requests_total",
         "ignored_params_total", "time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds",
         "request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds", "step_seconds", "step_tokens",
-        "host_stall_seconds", "grammar_compile_seconds", "grammar_fill_seconds", "grammar_compile_total", "preemptions_total",
+        "grammar_compile_seconds", "grammar_fill_seconds", "grammar_compile_total", "preemptions_total",
         "invariant_repairs_total", "structured_output_violations_total", "engine_restarts_total", "engine_up",
         "engine_last_step_age_seconds", "startup_seconds", "build_info", "config_info",
     }  # fmt: skip
