@@ -102,7 +102,7 @@ def overhead() -> None:
 
 
 def requests_cost(process: Process) -> None:
-    messages = [{"role": "user" if n % 2 == 0 else "assistant", "content": f"message {n} " + "word " * 40} for n in range(19)]
+    messages = [{"role": "user" if n % 2 == 0 else "assistant", "content": f"message {n} " + "word " * 8} for n in range(19)]
     messages.append({"role": "user", "content": "[[a]]"})
     with httpx.Client(base_url=process.url, timeout=60) as http:
         for streamed in (False, True):
@@ -118,7 +118,7 @@ def requests_cost(process: Process) -> None:
                 "serve_api_cpu_per_request",
                 used * 1e3,
                 "ms",
-                "20 messages, 1 token, tokenising by a byte tokenizer included",
+                "20 messages of 50 bytes, 1 token, tokenising by a byte tokenizer included",
                 stream=streamed,
             )
 
