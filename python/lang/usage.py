@@ -39,7 +39,9 @@ class RunUsage:
     warmups: int = 0
     scored: int = 0
     again: int = 0
-    forwards: int | None = field(default=None, compare=False)  # of whoever shared the engine too, so no figure of the run's alone
+    forwards: int | None = field(
+        default=None, compare=False
+    )  # of whoever shared the engine too, so no figure of the run's alone
 
     @property
     def hit(self) -> float:

@@ -366,7 +366,9 @@ def test_u6_timeouts_name_the_gen_and_free_its_pages() -> None:
         assert backend.stats().pages_live == backend.stats().holds == 0
 
 
-@pytest.mark.parametrize(("seed", "scenes"), [(0, 8), pytest.param(1, 300, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+@pytest.mark.parametrize(
+    ("seed", "scenes"), [(0, 8), pytest.param(1, 300, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
+)
 def test_u6_random_cancellations_leave_nothing(seed: int, scenes: int) -> None:
     """At any moment; 2,400 of them in the slow one: nothing hangs or is held, siblings' values are unchanged."""
     rng = random.Random(seed)

@@ -78,7 +78,9 @@ def test_q4_methods_differ_where_they_should(engine: phloem.Engine) -> None:
     )
     assert many["c"] in {str(n) for n in range(200)}
     with pytest.raises(ContextLengthError, match=r"test_select\.py"):
-        function(lambda s: s.__iadd__("x" + select("c", ["a", "word " * (engine.resolved.max_context + 1)]))).run(backend=engine)
+        function(lambda s: s.__iadd__("x" + select("c", ["a", "word " * (engine.resolved.max_context + 1)]))).run(
+            backend=engine
+        )
 
 
 @pytest.mark.case("C-DSL-07")

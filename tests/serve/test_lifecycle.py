@@ -233,6 +233,7 @@ def test_bodies_that_are_too_much(shared: Process) -> None:
     assert shared.get("/health").status_code == 200
 
 
+@pytest.mark.slow
 def test_a_slow_reader_slows_nobody(shared: Process) -> None:
     """server §1: its deltas merge and wait; the engine and other clients go on, and what it reads at last is the whole text."""
     port = int(shared.url.rsplit(":", 1)[1])

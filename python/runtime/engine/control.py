@@ -95,6 +95,11 @@ class Control:
         self._ensure_awake()
         if version is not None:
             self.check_version(version)
+        if self._then is not None:  # a commit that waited for started requests: this one is it, whoever came first
+            now, (waiting,) = self._core.scheduler.version, self._then
+            version = max(now + 1, version or 0, waiting or 0)
+            self._then = None
+        if version is not None:
             self._core.scheduler.change_weights(version)
         self.paused = self._pausing = self._core.scheduler.gate = False
         return self._core.scheduler.version
@@ -113,9 +118,8 @@ class Control:
     def drained(self) -> None:
         """From the core's step: no started request is left behind a closed gate."""
         if self._then is not None:
-            (version,), self._then = self._then, None
             self._pausing = False
-            self.unpause(self._core.scheduler.version + 1 if version is None else version)
+            self.unpause()
         else:
             self.paused, self._pausing = True, False
 

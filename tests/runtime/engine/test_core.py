@@ -750,6 +750,12 @@ def test_requests_in_flight_at_a_change_of_weights(overlap: bool) -> None:
     assert d.said[names[0]].tokens[:delivered] == cold(ids(250, 20), max_tokens=12).tokens[:delivered]
     assert len(d.said[names[0]].tokens) == 12 and {v for v, _ in spans} <= {0, 1} and spans[-1][0] == 1
 
+    d, names = start()
+    d.core.commit_weights("finish")
+    d.core.commit_weights("abort")  # the one that waited is met by this one, and nothing waits for ever
+    d.finish()
+    assert {d.said[name].finish for name in names} == {"abort"} and d.core.weights_version == 1 and not d.core.has_work
+
 
 # ----------------------------------------------------------------------------------------------------------------- stats
 
