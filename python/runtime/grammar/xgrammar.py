@@ -29,7 +29,7 @@ from phloem.runtime.grammar.forced import canonical_run
 from phloem.runtime.grammar.free_text import free_strings
 from phloem.runtime.grammar.vocabulary import Vocabulary
 from phloem.runtime.grammar.whitespace import xgrammar_options
-from phloem.runtime.grammar.xgrammar_text import repaired
+from phloem.runtime.grammar.xgrammar_text import of_whole_characters, repaired
 from phloem.runtime.request import GrammarSpec
 
 __all__ = ["XGrammar"]
@@ -250,7 +250,7 @@ def _compile(compiler: Any, spec: GrammarSpec) -> Any:
         elif spec.kind == "structural_tag":
             text = repaired(str(Grammar.from_structural_tag(spec.source)), spec.json_whitespace)
         else:
-            text = spec.source
+            text = of_whole_characters(str(Grammar.from_ebnf(spec.source)))
         return compiler.compile_grammar(text)
     except Exception as error:  # its errors are RuntimeErrors and classes of its own, all about the source
         message = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200]

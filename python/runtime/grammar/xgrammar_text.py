@@ -4,6 +4,7 @@ r"""What xgrammar 0.2.9 makes of a JSON Schema, corrected in its own EBNF before
 
 * `\ud800` alone is no character: an escape is one, or a whole surrogate pair.
 * Strings with a length may hold raw control characters there, which JSON forbids.
+* Nor are the three bytes that would spell a surrogate UTF-8: every class that says what it is not takes them in there.
 * Blanks inside structural tags are unbounded there (W1).
 """
 
@@ -14,7 +15,7 @@ from typing import Literal
 
 from phloem.runtime.grammar.whitespace import MAX_BLANKS
 
-__all__ = ["repaired"]
+__all__ = ["of_whole_characters", "repaired"]
 
 _ESCAPE = r'basic_escape ::= (([\"\\/bfnrt]) | ("u" [A-Fa-f0-9] [A-Fa-f0-9] [A-Fa-f0-9] [A-Fa-f0-9]))'
 _HEX = "[A-Fa-f0-9]"
@@ -25,6 +26,7 @@ _WHOLE_CHARACTERS = (
 )
 _SIZED = r"[^\"\\\r\n]"  # of strings with a length
 _PLAIN = r"[^\0-\x1f\"\\]"
+_SURROGATES = r"\uD800-\uDFFF"
 _BLANKS = r"[ \n\r\t]*"
 _PART = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]\*?|[^"\[]+')
 """A literal, a character class with its star, or what stands between."""
@@ -35,8 +37,20 @@ def repaired(grammar: str, whitespace: Literal["flexible", "spaced", "compact"] 
     assert "basic_escape ::=" not in grammar or _ESCAPE in grammar, "not the grammar that xgrammar 0.2.9 writes"
     parts = _PART.findall(grammar.replace(_ESCAPE, _WHOLE_CHARACTERS))
     assert whitespace is None or "".join(parts) == grammar.replace(_ESCAPE, _WHOLE_CHARACTERS)
-    parts = [_PLAIN if part == _SIZED else part for part in parts]
+    parts = [_without_surrogates(_PLAIN if part == _SIZED else part) for part in parts]
     return "".join(parts if whitespace is None else _spaced(parts, whitespace))
+
+
+def of_whole_characters(grammar: str) -> str:
+    """Somebody's own grammar, as xgrammar prints it: what its classes leave out, they leave out; but a surrogate is no character."""
+    return "".join(_without_surrogates(part) for part in _PART.findall(grammar))
+
+
+def _without_surrogates(part: str) -> str:
+    if not part.startswith("[^"):
+        return part
+    end = part.rindex("]")
+    return part[:end] + _SURROGATES + part[end:]
 
 
 def _spaced(parts: list[str], whitespace: Literal["flexible", "spaced", "compact"]) -> list[str]:

@@ -248,3 +248,33 @@ def test_xgrammars_regexes_are_not_exact_so_it_gets_none(toy: Vocabulary) -> Non
     cursor = backend("xgrammar").compile(GrammarSpec(kind="json_schema", source=source), toy, LIMITS).cursor()
     assert all(cursor.accept(token) for token in toy.encode('"a1b"')) and cursor.done
     assert "xgrammar" not in route(GrammarSpec(kind="json_schema", source=source), LIMITS).engines
+
+
+WHOLE = [
+    ("json_schema", '{"type": "string"}', b'"'), ("json_schema", '{"type": "string", "maxLength": 20}', b'"'),
+    ("json_schema", '{"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"], "additionalProperties": false}', b'{"a":"'),
+    ("json_schema", '{"type": "object", "additionalProperties": {"type": "integer"}}', b'{"'), ("json_object", "", b'{"'),
+    ("ebnf", r'root ::= "\"" [^"]* "\""', b'"'), ("regex", '"[^"]*"', b'"'), ("regex", '".{0,9}"', b'"'),
+]  # fmt: skip
+
+
+@pytest.mark.case("C-STRUCT-05", "C-STRUCT-11")
+@pytest.mark.parametrize(("kind", "source", "opening"), WHOLE, ids=[f"{n}-{k}" for n, (k, _, _) in enumerate(WHOLE)])
+@pytest.mark.parametrize("engine", ["xgrammar", "llguidance", "token_fsm"])
+def test_bytes_that_spell_a_surrogate_are_no_character(engine: str, kind: Any, source: str, opening: bytes) -> None:
+    """UTF-8 does not know them: they would be shown as three U+FFFD, and count as one character of a length."""
+    every = Vocabulary(
+        [*(bytes([i]) for i in range(256)), b"</s>"],
+        stop_ids=[256],
+        special_ids=[256],
+        width=257,
+        encode=lambda text: list(text.encode()),
+    )
+    try:
+        grammar = backend(engine).compile(GrammarSpec(kind=kind, source=source, jump_forward="off"), every, LIMITS)
+    except NotMine:
+        return
+    for text, legal in {b"\xed\x9f\xbf": True, b"\xee\x80\x80": True, b"\xed\xa0\x80": False, b"\xed\xbf\xbf": False}.items():
+        cursor = grammar.cursor()
+        assert all(cursor.accept(byte) for byte in opening)
+        assert all(cursor.accept(byte) for byte in text) == legal, text
