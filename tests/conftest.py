@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import yaml
+from hypothesis import settings
 
 if TYPE_CHECKING:
     import phloem
@@ -27,8 +28,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_configure() -> None:
-    """A job that a shell runs in the background ignores SIGINT, and so would the programs that tests interrupt."""
+def pytest_configure(config: pytest.Config) -> None:
+    """A job that a shell runs in the background ignores SIGINT, and so would the programs that tests interrupt.
+
+    Hypothesis draws the same examples in each run of the default suite, so that a change is judged by what it changes; `make test-all`
+    draws new ones.
+    """
+    if config.getoption("markexpr") == "not slow":
+        settings.register_profile("same", derandomize=True, deadline=None)
+        settings.load_profile("same")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
