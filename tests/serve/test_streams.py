@@ -45,9 +45,9 @@ def test_the_bytes_of_a_chat_stream(server: Server) -> None:
         '{"index":0,"delta":{},"logprobs":null,"finish_reason":"stop","stop_reason":null,"matched_stop":null}],"usage":null}',
         '],"usage":' + usage % (cached, 26 - cached) + "}",
     ]
-    merged = text.replace('{"content":"Hé"}', "")  # a slow reader may get both letters as one
-    if merged == text:
-        assert text == "".join(f"{head}{e}\n\n" for e in expected) + "data: [DONE]\n\n"
+    if '{"content":"Hé"}' in text:  # a slow reader gets both letters as one
+        expected[1:3] = [expected[1].replace('"H"', '"Hé"')]
+    assert text == "".join(f"{head}{e}\n\n" for e in expected) + "data: [DONE]\n\n"
     assert reply.headers["content-type"] == "text/event-stream; charset=utf-8"
     assert (reply.headers["cache-control"], reply.headers["x-accel-buffering"]) == ("no-store", "no")
 
