@@ -298,6 +298,20 @@ def _gen(
     if max_tokens is not None:
         sampling["max_tokens"] = max_tokens
     if choices is not None:
+        beside = {
+            "type": type_,
+            "dtype": dtype,
+            "tools": tools,
+            "check": checked[0],
+            "n": None if n == 1 else n,
+            **kinds,
+            **how,
+        }
+        given = [word for word, value in beside.items() if value is not None and value is not False]
+        if given:
+            raise InvalidRequestError(
+                f"choices leaves nothing for {given[0]} to say: it scores a list of texts. Give one of the two.", param=given[0]
+            )
         return _select(at, name, choices, method or "token_length_normalized", sampling, timeout)
     if method is not None:
         raise InvalidRequestError("choices_method was given without choices.", param="choices_method")

@@ -458,3 +458,19 @@ def test_what_ends_a_program_ends_its_branches() -> None:
 def slow(s: State) -> str:
     s += "x" + gen("a", max_tokens=7000)
     return s["a"]
+
+
+@pytest.mark.parametrize("word", ["type", "regex", "json_schema", "tools", "check", "n", "dtype", "open_end"])
+def test_choices_stand_alone(word: str) -> None:
+    given = {
+        "type": int,
+        "regex": "a",
+        "json_schema": {},
+        "tools": [print],
+        "check": bool,
+        "n": 2,
+        "dtype": int,
+        "open_end": True,
+    }
+    with pytest.raises(InvalidRequestError, match=rf"test_odd\.py.*for {word} to say"):
+        gen("x", choices=["a", "b"], **{word: given[word]})
