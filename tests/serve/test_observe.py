@@ -112,6 +112,7 @@ def test_the_table_of_metrics_is_the_one_that_is_documented() -> None:
         "generation_tokens_total", "evicted_tokens_total", "discarded_tokens_total", "requests_total", "rejected_requests_total",
         "ignored_params_total", "time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds",
         "request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds", "step_seconds", "step_tokens",
+        "device_seconds_total", "device_stall_seconds_total",
         "grammar_compile_seconds", "grammar_fill_seconds", "grammar_compile_total", "preemptions_total",
         "invariant_repairs_total", "structured_output_violations_total", "engine_restarts_total", "engine_up",
         "engine_last_step_age_seconds", "startup_seconds", "build_info", "config_info",
@@ -168,8 +169,13 @@ def test_gauges_say_what_is_held_and_counters_survive_a_restart() -> None:
     m = monitor()
     m._page_size = 16
     held = {"running": 3, "waiting": 7, "pages_free": 10, "pages_tree": 6, "pages_live": 4, "held_pages": 1}
-    m.outputs(wire.Outputs(1, [(0.2, 40)], [], beat=beat(**held, preemptions=5, evicted_pages=2)))
+    m.outputs(
+        wire.Outputs(
+            1, [(0.2, 40)], [], beat=beat(**held, preemptions=5, evicted_pages=2, device_seconds=1.5, device_stall_seconds=0.25)
+        )
+    )
     value = m.store.value
+    assert (value("device_seconds_total"), value("device_stall_seconds_total")) == (1.5, 0.25)
     assert value("num_requests_running") == 3
     assert [value("num_requests_waiting", r) for r in ("queue", "grammar", "preempted")] == [4, 1, 2]
     assert value("kv_cache_usage_ratio") == 6 / 20  # live and leased, not what is only cached

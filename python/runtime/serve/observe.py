@@ -151,6 +151,8 @@ class Monitor:
         store.follow("evicted_tokens_total", s.evicted_pages * page)
         store.follow("discarded_tokens_total", s.surplus_tokens)
         store.follow("preemptions_total", s.preemptions)
+        store.follow("device_seconds_total", s.device_seconds)
+        store.follow("device_stall_seconds_total", s.device_stall_seconds)
         store.follow("invariant_repairs_total", s.violations)
         store.follow("grammar_compile_total", s.grammar_cache_hits, "cached")
         store.follow("grammar_compile_total", s.grammar_cache_misses - s.grammar_refused, "ok")
