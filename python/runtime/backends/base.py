@@ -38,7 +38,7 @@ __all__ = [
     "Weight", "WeightKind",
 ]  # fmt: skip
 
-WeightKind = Literal["f32", "bf16", "f16", "f8", "q8_0", "q4_0", "q4_1", "int4"]
+WeightKind = Literal["f32", "bf16", "f16", "f8", "q8_0", "q4_0", "q4_1", "int4", "e4m3"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,7 @@ class Weight:
 
     kind f32, bf16, f16: data is a torch tensor [out, in] of that dtype.
     kind f8: data is bf16 or float32 [out, in], to be kept as e4m3 with a scale a row by a backend that multiplies it so.
+    kind e4m3: data is uint8 [out, in + 4]: e4m3 a byte, then the row's scale, float32; value = e4m3 * scale.
     kind int4: data is uint8 [out, in + 8 * groups]: q 0 .. 15 a byte, then (scale, zero) float32 a group: (q - 8) * scale + zero.
     kind q8_0, q4_0, q4_1: data is uint8 [out, in / 32 * block bytes], GGUF blocks of 32 (34, 18 and 20 bytes).
     """

@@ -56,10 +56,12 @@ def check_dtype(device: str, dtype: Dtype) -> None:
 
 
 def gpu_dtype(dtype: Dtype, opened: OpenModel) -> LoadDtype:
-    """What "auto" means for this file: plain weights as bf16, or as f16 if they are all f16; blocks stay, and so do the groups of GPTQ and AWQ."""
+    """What "auto" means for this file: plain weights as bf16, or as f16 if they are all f16; blocks stay, and so do GPTQ's and AWQ's groups and fp8."""
     kinds = {t.kind for a in opened.assignments if a.rule.form != "vector" for t in a.tensors}
-    if dtype == "auto" and "int4" in kinds:
-        return "int4"
+    if dtype == "auto" and kinds & {"int4", "e4m3"}:
+        return "held"
+    if dtype == "auto" and "e4m3_blocks" in kinds:  # no kernel here scales by blocks
+        return "bf16"
     if dtype != "auto" or not kinds <= {"f32", "bf16", "f16"}:
         return dtype
     return "f16" if kinds == {"f16"} else "bf16"

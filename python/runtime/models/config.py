@@ -14,7 +14,7 @@ from typing import Any
 
 from phloem.runtime.errors import ModelLoadError, UnsupportedModelError
 from phloem.runtime.layers.rope import RopeConfig
-from phloem.runtime.models.quantised import int4_format
+from phloem.runtime.models.quantised import stored_format
 from phloem.runtime.models.registry import ARCHITECTURES
 
 __all__ = ["ModelConfig", "check_num_layers", "config_from_hf", "token_ids"]
@@ -215,7 +215,7 @@ def _architecture(raw: Mapping[str, Any], source: str) -> str:
 
 
 def _refuse_what_we_lack(raw: Mapping[str, Any], source: str) -> None:
-    int4_format(raw, source)
+    stored_format(raw, source)
     act = raw.get("hidden_act", "silu")
     if act not in ("silu", "swish"):
         raise UnsupportedModelError(f"{source}: hidden_act {act!r} is not supported; Phloem has 'silu'.", param="hidden_act")

@@ -7,7 +7,7 @@
     q8_0              q8_0    f32    bf16    q8_0     q4_0       kept as it is in the embedding and the head
     q4_0, q4_1        same    f32    bf16    q8_0     same
     other blocks      f32     f32    bf16    q8_0     q4_0       fp8: f8, whose values are bf16 until the backend scales them;
-                                                                the embedding and the head: bf16
+    int4, e4m3        f32     f32    bf16    q8_0     q4_0       the embedding and the head: bf16. held: int4 and e4m3 as they are
 
 Parts of one fused matrix end up of one kind: q4_0 beside q4_1 becomes q4_1, which is exact; any other mixture becomes float32.
 """
@@ -27,7 +27,7 @@ from phloem.runtime.models.stored import PLAIN, Stored
 
 __all__ = ["Dtype", "as_weights", "common_kind", "num_bytes", "target_kind"]
 
-Dtype = Literal["auto", "f32", "bf16", "f16", "fp8", "q8", "q4", "int4"]
+Dtype = Literal["auto", "f32", "bf16", "f16", "fp8", "q8", "q4", "held"]
 _AUTO: dict[str, WeightKind] = {"f32": "f32", "bf16": "bf16", "q8_0": "q8_0", "q4_0": "q4_0", "q4_1": "q4_1"}
 
 
@@ -38,9 +38,9 @@ def target_kind(stored: str, dtype: Dtype, *, is_table: bool) -> WeightKind:
     if dtype == "f32" or dtype == "bf16" or dtype == "f16":
         return dtype
     if dtype == "fp8":
-        return "bf16" if is_table else "f8"
-    if dtype == "int4":  # what "auto" is for a GPTQ or AWQ file on cuda; no option of its own
-        return "int4" if stored == "int4" else "bf16"
+        return "bf16" if is_table else "e4m3" if stored == "e4m3" else "f8"
+    if dtype == "held":  # what "auto" is on cuda for a file with int4 or e4m3; no option of its own
+        return "int4" if stored == "int4" else "e4m3" if stored == "e4m3" and not is_table else "bf16"
     if dtype == "q8":
         return "q8_0"
     if stored in ("q4_0", "q4_1") or (stored == "q8_0" and is_table):
@@ -77,7 +77,7 @@ def num_bytes(tensors: Sequence[Stored], dtype: Dtype, *, is_table: bool) -> int
     elements = sum(t.shape[0] * t.shape[1] for t in tensors)
     if kind == "int4":
         return sum(t.nbytes for t in tensors)
-    if kind == "f8":
+    if kind == "f8" or kind == "e4m3":
         return elements + 4 * sum(t.shape[0] for t in tensors)  # as the backend keeps it: a scale a row
     return elements // BLOCK * BLOCK_BYTES[kind] if kind in BLOCK_BYTES else elements * PLAIN[kind].itemsize
 

@@ -24,7 +24,7 @@ from phloem.runtime.models.embedded import EMBEDDED_NAME, find_embedded
 from phloem.runtime.models.gguf import GgufFile
 from phloem.runtime.models.gguf_config import config_from_gguf
 from phloem.runtime.models.live import LiveWeights, slots_of
-from phloem.runtime.models.quantised import int4_format, present
+from phloem.runtime.models.quantised import present, stored_format
 from phloem.runtime.models.registry import architecture_named
 from phloem.runtime.models.safetensors_file import INDEX, SINGLE, read_json, read_safetensors, read_sharded
 from phloem.runtime.models.weights import Architecture, Assignment, assign, fill, planned_bytes
@@ -193,9 +193,9 @@ def _open_directory(path: Path, name: str) -> OpenModel:
     else:
         found = ", ".join(sorted(p.name for p in path.glob("*.bin"))) or "no weights"
         raise UnsupportedModelError(f"{path}: expected {SINGLE} or {INDEX}; found {found}.", param="model")
-    int4 = int4_format(raw, str(path / "config.json"))
-    if int4 is not None:
-        tensors = present(tensors, int4, str(path))
+    form = stored_format(raw, str(path / "config.json"))
+    if form is not None:
+        tensors = present(tensors, form, str(path))
     kind = architecture_named(config.architecture, str(path))
     generation = read_json(path / "generation_config.json") if (path / "generation_config.json").is_file() else {}
     extra_eos = token_ids(generation.get("eos_token_id"), str(path / "generation_config.json"), "eos_token_id")

@@ -1,4 +1,4 @@
-"""GPTQ and AWQ checkpoints: a matrix kept as three tensors is presented as one, of kind "int4". Knows both layouts' names and checks.
+"""What config.json's quantization_config says, and GPTQ and AWQ: a matrix kept as three tensors is presented as one, of kind "int4".
 
     q_proj.qweight  q_proj.qzeros  q_proj.scales  (q_proj.g_idx)   ──►   q_proj.weight [out, in], int4 in groups along `in`
 
@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from phloem.runtime.errors import ModelLoadError, UnsupportedModelError
+from phloem.runtime.models.fp8 import FP8_METHODS, Fp8Format, fp8_format, present_fp8
 from phloem.runtime.models.stored import Stored
 
-__all__ = ["AWQ_ORDER", "Int4Format", "Int4Stored", "int4_format", "present", "unpack_awq", "unpack_gptq"]
+__all__ = ["AWQ_ORDER", "Int4Format", "Int4Stored", "present", "stored_format", "unpack_awq", "unpack_gptq"]
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 SUFFIXES = ("qweight", "qzeros", "scales", "g_idx")
@@ -34,15 +35,19 @@ class Int4Format:
     zero_offset: int = 0
 
 
-def int4_format(raw: Mapping[str, Any], source: str) -> Int4Format | None:
-    """What config.json's quantization_config says, None without one. Raises UnsupportedModelError for what has no kernel here."""
+def stored_format(raw: Mapping[str, Any], source: str) -> Int4Format | Fp8Format | None:
+    """What config.json's quantization_config says, None without one. Raises UnsupportedModelError for what is not known here."""
     said = raw.get("quantization_config")
     if not said:
         return None
     method = said.get("quant_method", said) if isinstance(said, dict) else said
     wrong = ""
-    if method not in ("gptq", "awq"):
-        wrong = "expected gptq or awq"
+    if isinstance(said, dict) and method in FP8_METHODS:
+        fp8, wrong = fp8_format(said)
+        if not wrong:
+            return fp8
+    elif method not in ("gptq", "awq"):
+        wrong = f"expected gptq, awq, {', '.join(FP8_METHODS)}"
     elif said.get("bits", said.get("w_bit")) != 4:
         wrong = f"bits is {said.get('bits', said.get('w_bit'))!r}, expected 4"
     elif said.get("desc_act"):
@@ -89,8 +94,10 @@ class Int4Stored(Stored):
         return unpack_gptq(qweight, qzeros, scales, zero_offset=self.format.zero_offset)
 
 
-def present(tensors: Mapping[str, Stored], form: Int4Format, source: str) -> dict[str, Stored]:
+def present(tensors: Mapping[str, Stored], form: Int4Format | Fp8Format, source: str) -> dict[str, Stored]:
     """The checkpoint's tensors with each quantised matrix as one. Raises ModelLoadError if a part is missing or of a wrong shape."""
+    if isinstance(form, Fp8Format):
+        return present_fp8(tensors, form, source)
     found = {name: t for name, t in tensors.items() if name.rpartition(".")[2] not in SUFFIXES}
     for stem in sorted({name.rpartition(".")[0] for name in tensors if name.endswith(".qweight")}):
         parts = {suffix: tensors[f"{stem}.{suffix}"] for suffix in SUFFIXES if f"{stem}.{suffix}" in tensors}

@@ -4,6 +4,7 @@ kind       f32 f16 bf16             plain, row-major
            q8_0 q4_0 q4_1           GGUF blocks of 32, which may stay packed
            q5_0 q5_1 q2_k … q6_k    GGUF blocks that become float32 at load
            int4                     GPTQ's and AWQ's groups (quantised.py), float32 unless a backend multiplies them as they are
+           e4m3, e4m3_blocks        fp8 with its scales (fp8.py): the first may stay as it is, the second becomes float32 or bf16
            other                    named in errors
 """
 
@@ -23,7 +24,7 @@ from phloem.runtime.models.kquants import K_QUANTS, dequantise_k
 __all__ = ["PLAIN", "READABLE", "Stored", "map_file"]
 
 PLAIN = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
-READABLE = frozenset([*PLAIN, *BLOCK_BYTES, *K_QUANTS, "int4"])
+READABLE = frozenset([*PLAIN, *BLOCK_BYTES, *K_QUANTS, "int4", "e4m3", "e4m3_blocks"])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -84,7 +84,7 @@ def test_on_cuda_it_stays_4_bit(tmp_path: Path, method: str) -> None:
     plain = write_int4(tmp_path / "q", method)
     opened = open_model(str(tmp_path / "q"))
     dtype = gpu_dtype("auto", opened)
-    assert dtype == "int4" and gpu_dtype("bf16", opened) == "bf16"
+    assert dtype == "held" and gpu_dtype("bf16", opened) == "bf16"
     backend = Cuda(device=FakeDevice(), flashinfer=FakeFlashInfer())
     loaded = load_model(opened, backend, dtype)
     layer: Any = loaded.model.layers[1]  # type: ignore[attr-defined]
@@ -101,7 +101,7 @@ def test_on_cuda_it_stays_4_bit(tmp_path: Path, method: str) -> None:
         ("gptq", {"desc_act": True}, "desc_act is true"),
         ("gptq", {"group_size": 48}, "group_size is 48"),
         ("awq", {"version": "gemv"}, "version is 'gemv'"),
-        ("fp8", {}, "'fp8' is not supported: expected gptq or awq"),
+        ("bitsandbytes", {}, "'bitsandbytes' is not supported: expected gptq, awq, fp8"),
     ],
 )
 def test_what_has_no_kernel_is_refused_by_name(tmp_path: Path, method: str, said: dict[str, Any], says: str) -> None:

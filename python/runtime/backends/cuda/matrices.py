@@ -6,7 +6,7 @@
 
 Int4 takes GGUF's q4_0 and q4_1 as stored, groups of 32: w = d (q - 8), and w = d q + m = d (q - 8) + (m + 8 d). Scale and zero are
 rounded to bf16, which is the kernel's format. GPTQ and AWQ come as Weight("int4") (models/quantised.py): (q - z) s is scale s and zero
-(8 - z) s. q8_0 has no kernel here and becomes plain, at twice its size: 4-bit files keep their tables so.
+(8 - z) s. fp8 checkpoints come as Weight("e4m3") (models/fp8.py), bytes and scales as they are stored. q8_0 has no kernel here and becomes plain, at twice its size: 4-bit files keep their tables so.
 """
 
 from __future__ import annotations
@@ -129,8 +129,9 @@ def pack_matrix(parts: Sequence[Weight], *, gated: bool, compute: torch.dtype, d
         # Part by part: the host never holds a second copy of the whole matrix.
         plain = [dequantise("q8_0", p.data).view(p.shape) if p.kind == "q8_0" else p.data.detach() for p in parts]
         return PlainMatrix(torch.cat([p.to(device).to(compute) for p in plain]), gated)
-    if kinds == {"f8"}:
-        scaled = [scaled_rows(p.data.detach().to(device)) for p in parts]
+    if kinds <= {"f8", "e4m3"}:
+        scaled = [_scaled(p) if p.kind == "e4m3" else scaled_rows(p.data.detach().to(device)) for p in parts]
+        scaled = [(v.to(device), s.to(device)) for v, s in scaled]
         data, scales = torch.cat([v for v, _ in scaled]), torch.cat([s for _, s in scaled]).t().contiguous()
         if data.shape[0] % 16 or data.shape[1] % 16:
             raise KernelError(f"an fp8 matrix of {list(data.shape)}: both sides must be multiples of 16. Use dtype='bf16'.")
@@ -173,6 +174,14 @@ def pack_int4(
         halves = (q[:, ::2] << 4 | q[:, 1::2]).to(device)
         packed = torch._convert_weight_to_int4pack(halves, INNER_K_TILES)
     return Int4Matrix(packed, pairs, group, (rows, columns), gated)
+
+
+def _scaled(part: Weight) -> tuple[Tensor, Tensor]:
+    """Weight("e4m3") as `scaled_rows` gives it."""
+    columns = part.shape[1]
+    return part.data[:, :columns].contiguous().view(torch.float8_e4m3fn), part.data[:, columns:].contiguous().view(
+        torch.float32
+    )
 
 
 def _grouped(part: Weight) -> tuple[Tensor, Tensor, int]:
