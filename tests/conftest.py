@@ -44,6 +44,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     known = dict.fromkeys(case_ids(), 0)
     for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(3600))  # minutes of work on two idle cores; far more beside other work
         for marker in item.iter_markers("case"):
             for case in marker.args:
                 if case not in known:
