@@ -375,6 +375,8 @@ class ProcessClient:
             sinks, self._sinks = self._sinks, {}
             admissions, self._admissions = self._admissions, {}
             calls, self._calls = self._calls, {}
+        if self._watcher is not None:  # first: who hears that a request failed must not find a server that calls itself ready
+            self._watcher.ended(self._refusal())
         for sink in sinks.values():
             _fail(sink, self._refusal())
         for admission in admissions.values():
@@ -392,8 +394,6 @@ class ProcessClient:
             with suppress(OSError):
                 self.process.stdin.close()
         self._remove()
-        if self._watcher is not None:
-            self._watcher.ended(self._refusal())
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,21 +1,29 @@
-"""What a connection may do before it has a request: uvicorn's protocol with a bound on the head of a request, in bytes and in seconds.
+"""What a connection may do before it has a request, and what becomes of those that have none when the server ends.
 
-uvicorn bounds neither, so that a client which sends one header byte a minute would hold a socket for ever, and one that never ends its
-headers would hold memory. The body has its own bounds (body.py).
+uvicorn bounds the head of a request neither in bytes nor in seconds, so that a client which sends one header byte a minute would hold a
+socket for ever, and one that never ends its headers would hold memory. The body has its own bounds (guard.py).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import Iterator
 
+import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from phloem.runtime.serve.errors import ApiError, failure_of
 
-__all__ = ["HEAD_BYTES", "HEAD_SECONDS", "Connection"]
+__all__ = ["HEAD_BYTES", "HEAD_SECONDS", "Connection", "Web"]
 
 HEAD_BYTES = 64 << 10  # of the request line and all headers: what nginx, h11 and most balancers allow at most
 HEAD_SECONDS = 30.0  # from the connection, or from a later request's first byte, to the end of its headers
+
+LINGER_SECONDS = 0.25
+"""At the server's end: for the requests of connections that were accepted already. They get a 503 instead of nothing."""
 
 _STATUS = {400: b"400 Bad Request", 408: b"408 Request Timeout", 431: b"431 Request Header Fields Too Large"}
 
@@ -24,6 +32,12 @@ class Connection(HttpToolsProtocol):
     """One client's connection."""
 
     head_seconds = HEAD_SECONDS
+
+    @property
+    def unheard(self) -> bool:
+        """Whether no request of it has arrived."""
+        return self.cycle is None and not self.transport.is_closing()
+
     _timer: asyncio.TimerHandle | None = None
     _in_head, _head_bytes = True, 0
 
@@ -87,3 +101,23 @@ class Connection(HttpToolsProtocol):
             head += [b"content-length: %d" % len(failure.body), b"", failure.body]
             self.transport.write(b"\r\n".join(head))
         self.transport.close()
+
+
+class Web(uvicorn.Server):
+    """uvicorn's server, which leaves signals alone (Lifecycle has them), and hears out whom it let in."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for server in self.servers:
+            server.close()
+        for each in sockets or []:
+            each.close()
+        deadline = time.monotonic() + LINGER_SECONDS
+        while not self.force_exit and time.monotonic() < deadline:
+            if not any(isinstance(c, Connection) and c.unheard for c in self.server_state.connections):
+                break
+            await asyncio.sleep(0.01)
+        await super().shutdown(sockets)

@@ -18,7 +18,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -180,14 +180,14 @@ class Lifecycle:
         """Serve `app` until a signal or the engine's end."""
         import uvicorn
 
-        from phloem.runtime.serve.connection import Connection
+        from phloem.runtime.serve.connection import Connection, Web
 
         self._loop = asyncio.get_running_loop()
         self._host, self._monitor = host, monitor
         if self._current is None:
             self.start_engine()
         self._shares["import"] = time.monotonic() - self._began
-        web = _Web(
+        web = Web(
             uvicorn.Config(
                 app, loop="none", http=Connection, ws="none", lifespan="on", log_config=None, access_log=False,
                 server_header=False, date_header=False, timeout_keep_alive=75, timeout_graceful_shutdown=2, backlog=2048,
@@ -415,18 +415,6 @@ class _Once:
             self.over.set_result(None)
         else:
             self.over.set_exception(error)
-
-
-def _Web(config: Any) -> Any:
-    """uvicorn's server, which leaves signals alone: Lifecycle has them."""
-    import uvicorn
-
-    class Web(uvicorn.Server):
-        @contextlib.contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            yield
-
-    return Web(config)
 
 
 def banner(config: ServerConfig, model: Served, hello: wire.Hello, url: str) -> list[str]:
