@@ -6,6 +6,7 @@ import io
 import json
 import re
 import sys
+import time
 from array import array
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from phloem.runtime.engine import wire
+from phloem.runtime.engine.child import Watched
 from phloem.runtime.engine.stats import EngineStats
 from phloem.runtime.errors import ConfigError
+from phloem.runtime.request import GrammarSpec, Request, SamplingParams
 from phloem.runtime.serve.compat import NAMES, compat_text
 from phloem.runtime.serve.config import ServerConfig
 from phloem.runtime.serve.host import RequestRecord
@@ -26,6 +29,7 @@ from phloem.runtime.serve.logs import Log, escaped
 from phloem.runtime.serve.metrics import TABLE, Store
 from phloem.runtime.serve.observe import Monitor, finish_word
 from phloem.runtime.serve.spans import Spans, export_to
+from tests.serve.child_parts import scripted, tokenizer_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -375,6 +379,40 @@ def test_a_request_is_a_span_with_its_stages() -> None:
     assert [s["name"] for s in stages] == ["queue", "prefill", "decode"] and {s["parent"] for s in stages} == {1}
     ends = [round((s["end"] - 1000 * 10**9) / 1e9, 6) for s in stages]
     assert ends == [0.5, 1.0, 2.0]
+
+
+def test_compiling_and_each_chunk_of_a_prompt_are_spans() -> None:
+    """server.O2."""
+    told = Told()
+    r = record(
+        started_at=1000.0, first_token=11.0, queue_seconds=0.4, compile_seconds=0.3, finish=["stop"], chunks=[(0.4, 0.6), (0.6, 0.85)]
+    )  # fmt: skip
+    Spans(told).request(r)
+    offset = 1000 - r.arrived
+    spans = [(s["name"], round(s["start"] / 1e9 - offset - (r.submitted or 0), 3), round(s["end"] / 1e9 - offset - (r.submitted or 0), 3)) for s in told.spans[1:]]  # fmt: skip
+    assert spans[:4] == [("grammar.compile", 0, 0.3), ("queue", 0, 0.4), ("prefill", 0.4, 0.6), ("prefill", 0.6, 0.85)]
+    assert [name for name, _, _ in spans[4:]] == ["decode"]
+
+
+def test_the_engine_tells_how_long_a_grammar_was_compiled(tmp_path: Path) -> None:
+    """Once: the second time the compiled one is there."""
+
+    class Quiet:
+        def stage(self, stage: str) -> None: ...
+        def opened(self, opened: Any) -> None: ...
+
+    made = scripted({"directory": str(tokenizer_folder(tmp_path))}, Quiet())
+    watched, seconds = Watched(made.core, made.grammars), []
+    for name in ("first", "again"):
+        sampling = SamplingParams(max_tokens=8, temperature=0.0)
+        watched.add(
+            Request(id=name, token_ids=(65, 66), sampling=sampling, grammar=GrammarSpec(kind="regex", source="[ab]{3}"))
+        )
+        while watched.has_work:
+            watched.step(time.monotonic())
+        seconds.append(watched.take_timings()[name].compile)
+    made.close()
+    assert seconds[0] is not None and 0 < seconds[0] < 60 and seconds[1] is None
 
 
 def test_a_failure_is_the_span_s_error() -> None:

@@ -23,7 +23,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -217,8 +217,10 @@ class Watched:
         self._core, self._grammars, self._clock = core, grammars, clock
         self.steps: list[tuple[float, int]] = []
         self._tokens = 0
+        self._step = (0.0, 0.0)
         self._added: dict[str, _Life] = {}
         self._running: dict[Live, _Life] = {}
+        self._compiling: dict[Live, _Life] = {}
         self._timings: dict[str, wire.Timing] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -233,8 +235,13 @@ class Watched:
         return self._core.is_blocked
 
     def add(self, request: Request) -> None:
+        added = self._clock()
         self._core.add(request)
-        self._added[request.id] = _Life(self._clock())
+        life = self._added[request.id] = _Life(added)
+        if request.grammar is not None:
+            for q in self._core.scheduler.waiting:
+                if q.request is request and q.compiling:
+                    self._compiling[q] = life
 
     def drain(self) -> Sequence[OutputDelta]:
         return self._see(self._core.drain())
@@ -243,16 +250,22 @@ class Watched:
         start = self._clock()
         deltas = self._core.step(now)
         end = self._clock()
+        self._step = (start, end)
         c = self._core.scheduler.counters
         tokens = c.prefill + c.decode + c.recomputed
         if tokens != self._tokens:
             self.steps.append((end - start, tokens - self._tokens))
             self._tokens = tokens
+        for q in [q for q in self._compiling if not q.compiling]:
+            life = self._compiling.pop(q)
+            life.compile = end - life.added
         running: dict[Live, _Life] = {}
         for q in self._core.scheduler.running:
             life = self._running.pop(q, None) or self._added.get(q.request.id)
             if life is not None:
                 life.admitted = life.admitted or start
+                if not life.first:
+                    life.prefilled(q, start, end)
                 running[q] = life
         for q, life in self._running.items():
             life.preemptions += q.state == "waiting"
@@ -266,8 +279,11 @@ class Watched:
                 continue
             if delta.token_ids and not life.first:
                 life.first = self._clock()
+                life.chunk(*self._step)
             if delta.finish_reason is not None:
                 del self._added[delta.request_id]
+                if life.compile is None:
+                    self._compiling = {q: other for q, other in self._compiling.items() if other is not life}
                 self._timings[delta.request_id] = life.timing()
         return deltas
 
@@ -312,11 +328,31 @@ class _Life:
     admitted: float = 0.0
     first: float = 0.0
     preemptions: int = 0
+    compile: float | None = None
+    computed: int | None = None
+    chunks: list[tuple[float, float]] = field(default_factory=list)
+
+    def prefilled(self, q: Live, start: float, end: float) -> None:
+        """A step that ended without its first token: did it compute more of its tokens?"""
+        before = self.computed if self.computed is not None else q.cached_tokens or 0
+        self.computed = q.computed
+        if q.computed > before:
+            self.chunk(start, end)
+
+    def chunk(self, start: float, end: float) -> None:
+        """A step, told once, that computed some of its prompt."""
+        told = (start - self.added, end - self.added)
+        if self.chunks and self.chunks[-1][1] >= told[1]:
+            return
+        if len(self.chunks) < wire.MAX_CHUNKS:
+            self.chunks.append(told)
+        else:
+            self.chunks[-1] = (self.chunks[-1][0], told[1])
 
     def timing(self) -> wire.Timing:
         queue = self.admitted - self.added if self.admitted else None
         prefill = self.first - self.admitted if self.admitted and self.first else None
-        return wire.Timing(queue, prefill, self.preemptions)
+        return wire.Timing(queue, prefill, self.preemptions, self.compile, self.chunks)
 
 
 # ------------------------------------------------------------------------------------------------------------------ the process

@@ -121,13 +121,20 @@ class Failed(msgspec.Struct, frozen=True):
     error: WireError
 
 
+MAX_CHUNKS = 64
+
+
 class Timing(msgspec.Struct, frozen=True):
     """What the loop saw of a request that ended, in seconds. queue: until it was admitted; prefill: from then to its first token;
-    either is None for what never came.   preemptions: how often it lost its pages."""
+    either is None for what never came.   preemptions: how often it lost its pages.   compile: while its grammar was compiled; None: it
+    had none, or a compiled one was there.   chunks: (begin, end) of the steps that computed its prompt, from when it was added; those
+    behind the first MAX_CHUNKS are one."""
 
     queue: float | None = None
     prefill: float | None = None
     preemptions: int = 0
+    compile: float | None = None
+    chunks: list[tuple[float, float]] = []
 
 
 class Beat(msgspec.Struct, frozen=True):

@@ -66,7 +66,8 @@ class RequestRecord:
     client_id: their x-request-id.   handle: their request_id or rid.   trace: their traceparent.   key: the name of the API key.
     status: 499 if the client went away.   code: of the error.   finish: one a choice, in the words of the wire.
     gaps: seconds between two deltas of one choice, and gap_tokens: how many tokens the later one brought.
-    queue_seconds, prefill_seconds, preemptions: None where the engine does not tell; of several samples, the longest, and the sum.   params: of the request, for spans.
+    queue_seconds, prefill_seconds, compile_seconds, preemptions: None where the engine does not tell; of several samples, the longest, and the
+    sum.   chunks: (begin, end) of the steps that computed the prompt, in seconds from `submitted`.   params: of the request, for spans.
     """
 
     id: str
@@ -95,6 +96,8 @@ class RequestRecord:
     gap_tokens: array[int] = field(default_factory=lambda: array("q"))
     queue_seconds: float | None = None
     prefill_seconds: float | None = None
+    compile_seconds: float | None = None
+    chunks: list[tuple[float, float]] = field(default_factory=list)
     preemptions: int | None = None
     grammar: str = ""
     ignored: tuple[str, ...] = ()

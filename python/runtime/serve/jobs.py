@@ -126,7 +126,11 @@ class Sample:
         with self._job.lock:
             if told.queue is not None:
                 record.queue_seconds = max(told.queue, record.queue_seconds or 0.0)
+            if told.compile is not None:
+                record.compile_seconds = max(told.compile, record.compile_seconds or 0.0)
             if told.prefill is not None:
+                if told.prefill >= (record.prefill_seconds or 0.0):
+                    record.chunks = told.chunks
                 record.prefill_seconds = max(told.prefill, record.prefill_seconds or 0.0)
             record.preemptions = (record.preemptions or 0) + told.preemptions
 

@@ -1,6 +1,6 @@
 """OpenTelemetry spans of a request, made at its end from its times (O2). The API alone: without an SDK nothing is recorded.
 
-    chat smollm2 (SERVER) ─┬─ queue ─ prefill ─ decode        event: preempted
+    chat smollm2 (SERVER) ─┬─ grammar.compile, queue ─ prefill (one a chunk) ─ decode        event: preempted
                            └─ parent: the client's traceparent
 
 Names follow the GenAI conventions as they stand; they still move, so they stand here and nowhere else.
@@ -90,12 +90,18 @@ def _stages(record: RequestRecord) -> list[tuple[str, float, float]]:
     if record.submitted is None:
         return []
     stages, at = [], record.submitted
+    if record.compile_seconds is not None:  # while it waits
+        stages.append(("grammar.compile", at, at + record.compile_seconds))
     if record.queue_seconds is not None:
         stages.append(("queue", at, at + record.queue_seconds))
         at += record.queue_seconds
     if record.first_token is not None:
         at = min(at, record.first_token)
-        stages += [("prefill", at, record.first_token), ("decode", record.first_token, record.ended)]
+        chunks = [(record.submitted + begin, record.submitted + end) for begin, end in record.chunks] or [
+            (at, record.first_token)
+        ]
+        stages += [("prefill", begin, end) for begin, end in chunks]
+        stages.append(("decode", record.first_token, record.ended))
     return stages
 
 

@@ -267,6 +267,22 @@ def test_the_loop_tells_how_long_a_request_waited(client: ProcessClient) -> None
     times = sink.ended().times
     assert times is not None and times.queue is not None and times.prefill is not None
     assert 0 <= times.queue < PATIENCE and 0 <= times.prefill < PATIENCE and times.preemptions == 0
+    assert times.compile is None and len(times.chunks) == 1
+
+
+def test_the_loop_tells_the_chunks_of_a_long_prompt(client: ProcessClient) -> None:
+    """server.O2: a step's budget is 256 tokens, so 400 are two steps; cached the second time, they are one."""
+    client.call("flush").result(PATIENCE)
+    counts = []
+    for name in ("long", "again"):
+        sink = Heard()
+        client.submit([(request(name, tuple(n % 120 + 1 for n in range(400)), max_tokens=3), sink)], atomic=True)
+        times = sink.ended().times
+        assert times is not None and times.queue is not None and times.prefill is not None
+        moments = [moment for chunk in times.chunks for moment in chunk]
+        assert moments == sorted(moments) and moments[0] >= 0
+        counts.append(len(times.chunks))
+    assert counts == [2, 1]
 
 
 # ------------------------------------------------------------------------------------------------------------------- the frames
