@@ -12,6 +12,7 @@ import hashlib
 import hmac
 import ipaddress
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
@@ -109,6 +110,7 @@ def _of_file(path: str | None) -> list[tuple[str, str]]:
     return named
 
 
+@lru_cache(maxsize=256)
 def is_loopback(host: str) -> bool:
     if host == "localhost":
         return True

@@ -44,7 +44,7 @@ def check_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _check_message(message: Message, where: str) -> dict[str, Any]:
-    if not isinstance(message, Mapping):
+    if type(message) is not dict and not isinstance(message, Mapping):
         raise _bad(where, f'is a {type(message).__name__}; expected an object such as {{"role": "user", "content": "hi"}}.')
     role = message.get("role")
     if role not in ROLES:
@@ -204,8 +204,9 @@ class Marks:
     def needed(cls, tokenizer: Tokenizer, data: Any) -> Marks | None:
         """None if no string of `data` spells a control token."""
         pattern = _spellings(tuple(tokenizer.control_tokens))
-        strings = list(_strings(data))
-        if not any(pattern.search(s) for s in strings):
+        strings: list[str] = []
+        _strings(data, strings)
+        if not pattern.search("\0".join(strings)):
             return None
         used = set().union(*map(set, strings))
         free = [c for c in map(chr, range(0xE000, 0xF900)) if c not in used][:2]
@@ -225,16 +226,30 @@ class Marks:
         return text.replace(self.opening, "").replace(self.closing, "")
 
 
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
+def _strings(value: Any, found: list[str]) -> None:
+    """Every string of it, keys too. Exact types first: this walks every request, and asking for a Mapping is slow."""
+    kind = type(value)
+    if kind is str:
+        found.append(value)
+    elif kind is dict:
         for key, item in value.items():
-            yield from _strings(key)
-            yield from _strings(item)
-    elif isinstance(value, (list, tuple)):
+            if type(key) is str:
+                found.append(key)
+            else:
+                _strings(key, found)
+            if type(item) is str:
+                found.append(item)
+            else:
+                _strings(item, found)
+    elif kind is list or kind is tuple:
         for item in value:
-            yield from _strings(item)
+            _strings(item, found)
+    elif isinstance(value, str):
+        found.append(str(value))
+    elif isinstance(value, Mapping):
+        _strings(dict(value), found)
+    elif isinstance(value, (list, tuple)):
+        _strings(list(value), found)
 
 
 def _replaced(value: Any, pattern: re.Pattern[str], by: str) -> Any:
