@@ -25,6 +25,7 @@ CLIENTS = {
     "langchain": "langchain_client.py", "instructor": "instructor_client.py", "pydantic-ai": "pydantic_ai_client.py", "dspy": "dspy_client.py",
     "outlines": "outlines_client.py", "guidance": "guidance_client.py", "lm-eval": "lm_eval_client.py",
 }  # fmt: skip
+EXACT = ("lm-eval",)  # served in float32, and their scores compared with transformers' (reference_scores.py)
 LIMIT = 600.0  # seconds of one client
 
 
@@ -33,21 +34,42 @@ def main() -> int:
     options.add_argument("names", nargs="*", choices=[[], *CLIENTS], default=[])
     options.add_argument("--envs", type=Path, default=ROOT / "build" / "clients")
     given = options.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        ready = Path(folder) / "ready"
-        command = [sys.executable, "-m", "phloem", "serve", "--port", "0", "--ready-file", str(ready), "--kv-tokens", "16384"]
-        with open(Path(folder) / "log", "wb") as log:
-            server = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "TMPDIR": folder})
-        try:
-            url = wait_for(ready, server)
-            rows = [try_one(name, url, given.envs) for name in given.names or CLIENTS]
-        finally:
-            server.terminate()
-            server.wait(60)
+    names = given.names or list(CLIENTS)
+    rows = []
+    for exact in (False, True):
+        group = [name for name in names if (name in EXACT) == exact]
+        if group:
+            rows += with_server(group, given.envs, ["--dtype", "f32"] if exact else [])
     print(f"\n{datetime.date.today()}\n| client | version | result |\n|---|---|---|")
     for name, version, result in rows:
         print(f"| {name} | {version} | {result} |")
     return 0 if all(result.startswith("passed") for _, _, result in rows) else 1
+
+
+def with_server(names: list[str], envs: Path, options: list[str]) -> list[tuple[str, str, str]]:
+    with tempfile.TemporaryDirectory() as folder:
+        ready = Path(folder) / "ready"
+        command = [
+            sys.executable,
+            "-m",
+            "phloem",
+            "serve",
+            "--port",
+            "0",
+            "--ready-file",
+            str(ready),
+            "--kv-tokens",
+            "16384",
+            *options,
+        ]
+        with open(Path(folder) / "log", "wb") as log:
+            server = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "TMPDIR": folder})
+        try:
+            url = wait_for(ready, server)
+            return [try_one(name, url, envs) for name in names]
+        finally:
+            server.terminate()
+            server.wait(60)
 
 
 def wait_for(ready: Path, server: subprocess.Popen[bytes]) -> str:
@@ -71,6 +93,10 @@ def try_one(name: str, url: str, envs: Path) -> tuple[str, str, str]:
         found = subprocess.run([*command, url], capture_output=True, text=True, timeout=LIMIT, cwd=envs)
     except subprocess.TimeoutExpired:
         return name, version, f"failed: over {LIMIT:.0f} s"
+    if found.returncode == 0 and name in EXACT:
+        line = found.stdout.strip().splitlines()[-1]
+        compare = [sys.executable, str(HERE / "reference_scores.py")]
+        found = subprocess.run(compare, input=line, capture_output=True, text=True, timeout=LIMIT, cwd=envs)
     if found.returncode:
         print(f"--- {name}\n{found.stdout[-2000:]}\n{found.stderr[-4000:]}", file=sys.stderr)
         return (
