@@ -1,6 +1,6 @@
 """The command `phloem`: one file a command. Nothing heavy is imported before a command runs, so `phloem --help` is quick.
 
-main ── typer ── generate.py · chat.py · run.py · serve.py · doctor.py · bench.py ── session.py (the engine, errors) ── flags.py (fields -> flags)
+main ── typer ── generate.py · chat.py · run.py · serve.py · models.py · doctor.py · bench.py ── session.py (the engine, errors) ── flags.py (fields -> flags)
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from phloem.cli import bench, chat, doctor, generate, run, serve
+from phloem.cli import bench, chat, doctor, generate, models, run, serve
 
 __all__ = ["app", "main"]
 
@@ -44,7 +44,7 @@ def _root(
     pass
 
 
-for module in (generate, chat, run, serve, bench, doctor):
+for module in (generate, chat, run, serve, bench, models, doctor):
     module.register(app)
 
 
