@@ -60,7 +60,7 @@ class FakeGraph:
 
 class FakeDevice:
     """seed: of chance.   eagerness: how much of what could run runs while the host goes on; 0 is nothing before it must.
-    capture_bytes: what a capture takes from free_bytes()."""
+    capture_bytes: what a capture takes from free_bytes(); one that does not fit raises, as torch does."""
 
     def __init__(self, seed: int = 0, eagerness: float = 0.0, free: int = 1 << 30, capture_bytes: int = 1 << 20) -> None:
         self.torch_device, self.name, self.capability, self.memory_bytes = torch.device("cpu"), "fake", (9, 0), free
@@ -92,8 +92,11 @@ class FakeDevice:
     def pinned(self, nbytes: int) -> Tensor:
         return torch.full((nbytes,), 0x5A, dtype=torch.uint8)
 
-    def capture(self, work: Work) -> FakeGraph:
+    def capture(self, work: Work, beside: Any = None) -> FakeGraph:
         assert all(not s.queue for s in self.streams), "something was under way during a capture"
+        assert beside is None or beside in self.graphs, "memory of a graph that is not this device's"
+        if self.capture_bytes > self.free:
+            raise torch.OutOfMemoryError("CUDA out of memory (the fake's)")
         work()
         self.free -= self.capture_bytes
         self.graphs.append(FakeGraph(work))

@@ -49,14 +49,13 @@ class _CudaEvent:
 
 
 class CudaDevice:
-    """One GPU. Graphs share one memory pool, so that a small one lives in what a large one has taken."""
+    """One GPU. Work is captured on a stream of its own, the same for all graphs."""
 
     def __init__(self, index: int = 0) -> None:
         gpu = find_gpu(index)
         assert gpu is not None, "find_gpu says that there is none: ask it first"
         self.torch_device = torch.device("cuda", index)
         self.name, self.memory_bytes, self.capability = gpu.name, gpu.memory_bytes, gpu.capability
-        self._pool: Any = None
         self._capture_stream: Any = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
 
     def stream(self, name: str) -> Stream:
@@ -82,17 +81,28 @@ class CudaDevice:
     def pinned(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
-    def capture(self, work: Work) -> Graph:
+    def capture(self, work: Work, beside: Graph | None = None) -> Graph:
+        self.synchronize()
+        # Once for real on the stream of the capture: cuBLAS keeps a workspace for each stream, and one made during a capture would
+        # live in the graphs' pool and keep it alive when they are gone.
+        self.run(self._capture_stream, work)
         self.synchronize()
         graph: Any = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._capture_stream):
-            work()
-        self._pool = graph.pool()
+        pool = None if beside is None else beside.pool()  # type: ignore[attr-defined]
+        # thread_local: what another thread of the process (a trainer) allocates meanwhile must not spoil the capture.
+        try:
+            with torch.cuda.graph(graph, pool=pool, stream=self._capture_stream, capture_error_mode="thread_local"):
+                work()
+        except RuntimeError as error:  # an allocation that failed spoils the capture, whose end says that alone
+            if isinstance(error.__context__, torch.OutOfMemoryError):
+                raise error.__context__ from None
+            raise
         made: Graph = graph
         return made
 
     def free_bytes(self) -> int:
-        """What the driver has left plus what torch's allocator holds and does not use."""
+        """What the driver has left once torch's allocator has handed back what it holds and does not use. What a graph's pool holds is
+        taken, whether a tensor lies in it now or not: no one else can have it."""
+        torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(self.torch_device)
-        held = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
-        return int(free + held)
+        return int(free)

@@ -2,9 +2,10 @@
 
     13 rows ──► bucket 16: 3 rows of padding on the scratch page ──► replay ──► logits[:13]
 
-A bucket's inputs, plans and logits live at fixed addresses. Graphs share memory: the largest is captured first, the others fit into
-what it took. Capturing stops when the budget is spent; which buckets are missing then, and why a step runs without a graph, is said
-in words that a person can act on.
+A bucket's inputs and plans live at fixed addresses, and so do the logits, which all buckets write to one place: a step's are its own
+until the next launch. Graphs share memory: the largest is captured first, the others fit into what it took. Capturing stops when the
+budget, or the device's memory, is spent; which buckets are missing then, and why a step runs without a graph, is said in words that a
+person can act on.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Forward = Callable[[GpuBatch], Tensor]
 
 
 def bucket_sizes(max_rows: int) -> tuple[int, ...]:
-    """1, 2, 4, then steps of an eighth of the next power of two: at most 1/8 of a large step is padding."""
+    """1, 2, 4, then steps of a quarter of the power of two below: less than a fifth of a large step is padding."""
     sizes, size = [1, 2, 4], 4
     while sizes[-1] < max_rows:
         while size * 2 <= sizes[-1]:
@@ -92,6 +93,7 @@ class DecodeGraphs:
         self.sizes = tuple(sizes)
         self.buckets: dict[int, Bucket] = {}
         self.missing: dict[int, str] = {}
+        self._logits: Tensor | None = None
 
     def capture(
         self, device: Device, stream: Stream, make: Callable[[int], GraphAttention], forward: Forward, spec: KVSpec, budget: int
@@ -103,12 +105,15 @@ class DecodeGraphs:
             if spent >= budget:
                 self.missing[rows] = f"graphs had taken {spent >> 20} MiB of a budget of {budget >> 20} MiB"
                 continue
-            self.buckets[rows] = self._captured(device, stream, make(rows), forward, spec, rows)
+            try:
+                self.buckets[rows] = self._captured(device, stream, make(rows), forward, spec, rows)
+            except torch.OutOfMemoryError:  # the pool was given too much of the device: run on without, rather than not at all
+                self.missing[rows] = f"the GPU's memory was spent after {spent >> 20} MiB of graphs"
         if self.missing:
             log.warning(
-                "no CUDA graph for %s rows: %s. Raise the budget, or lower max_running.",
+                "no CUDA graph for %s rows: %s. Raise the budget, or lower max_running or kv_memory.",
                 ", ".join(map(str, sorted(self.missing))),
-                next(iter(self.missing.values())),
+                "; ".join(dict.fromkeys(self.missing.values())),
             )
 
     def _captured(
@@ -128,11 +133,15 @@ class DecodeGraphs:
             forward(bucket.batch)  # kernels are built and memory is found outside the capture
 
         def work() -> None:
-            bucket.logits = forward(bucket.batch)
+            found = forward(bucket.batch)
+            if self._logits is None:  # the largest bucket, and not yet under capture
+                self._logits = torch.empty_like(found)
+            bucket.logits = self._logits[:rows]
+            bucket.logits.copy_(found)
 
         device.run(stream, once)
         device.synchronize()
-        bucket.graph = device.capture(work)
+        bucket.graph = device.capture(work, next((b.graph for b in self.buckets.values()), None))
         return bucket
 
     def choose(self, batch: ForwardBatch, layout: Layout) -> tuple[Bucket | None, str]:
@@ -145,8 +154,12 @@ class DecodeGraphs:
             return None, f"cascade attention saves {layout.saved_bytes >> 20} MiB a layer, more than a graph does"
         if not self.sizes or rows > self.sizes[-1]:
             return None, f"{rows} rows are more than the largest bucket, {self.sizes[-1] if self.sizes else 0}"
-        size = next(s for s in self.sizes if s >= rows)
-        larger = next((s for s in self.sizes if s >= rows and s in self.buckets), None)
-        if larger is None:
+        found = self.bucket(rows)
+        if found is None:
+            size = next(s for s in self.sizes if s >= rows)
             return None, f"bucket {size} was not captured: {self.missing.get(size, 'nothing was captured')}"
-        return self.buckets[larger], ""
+        return found, ""
+
+    def bucket(self, rows: int) -> Bucket | None:
+        """The smallest captured one that has room for so many rows."""
+        return next((self.buckets[s] for s in self.sizes if s >= rows and s in self.buckets), None)

@@ -76,8 +76,11 @@ class Device(Protocol):
         """uint8 host memory that copies may read and write while the host goes on."""
         ...
 
-    def capture(self, work: Work) -> Graph:
-        """Record `work` instead of running it. Nothing else may be enqueued meanwhile."""
+    def capture(self, work: Work, beside: Graph | None = None) -> Graph:
+        """Run `work` once, then record it. Nothing else may be enqueued meanwhile. beside: a graph that is alive and never runs at the
+        same time: the new one lives in the memory that it has taken. Raises torch.OutOfMemoryError, and then nothing was made."""
         ...
 
-    def free_bytes(self) -> int: ...
+    def free_bytes(self) -> int:
+        """What is left for others: memory that graphs keep for themselves is not."""
+        ...

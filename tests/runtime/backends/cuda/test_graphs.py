@@ -99,6 +99,22 @@ def test_the_budget_keeps_the_largest_buckets_and_says_what_is_missing(
     assert ours.graph_steps == 1
 
 
+def test_a_device_without_room_for_a_graph_runs_without(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="phloem"):
+        ours = runner(tmp_path / "m", FakeDevice(free=5 << 20, capture_bytes=2 << 20))
+    assert sorted(ours.graphs.buckets) == [8, 9]
+    assert "no CUDA graph for 1, 2, 4 rows: the GPU's memory was spent after 4 MiB of graphs" in caplog.text
+    none = runner(tmp_path / "m", FakeDevice(free=0))
+    none.forward(decode(2))
+    assert set(none.reasons) == {"bucket 2 was not captured: the GPU's memory was spent after 0 MiB of graphs"}
+
+
+def test_all_buckets_write_their_logits_to_one_place(tmp_path: Path) -> None:
+    ours = runner(tmp_path / "m", FakeDevice())
+    places = {bucket.logits.data_ptr() for bucket in ours.graphs.buckets.values() if bucket.logits is not None}
+    assert len(places) == 1 and len(ours.graphs.buckets) == 5
+
+
 def test_reasons_are_exact() -> None:
     layout = plan_layout(decode(3), 4, None)
     assert DecodeGraphs(()).choose(decode(3), layout) == (None, "3 rows are more than the largest bucket, 0")
