@@ -6,7 +6,8 @@
                                      └─ one decode wrapper a bucket, on fixed buffers, for CUDA graphs (graphs.py)
 
 `fi` is the package flashinfer, or a stand-in with its signatures. FA3 or FA2 is FlashInfer's "auto": FA3 on Hopper unless K and V
-are fp8. With `deterministic` every row goes through FA2 prefill with fixed KV splits, whatever its length.
+are fp8; decode on tensor cores is always FA2. With `deterministic` every row goes through FA2 prefill, whatever its length, its keys
+unsplit, and in the same tile (`same_tile`): the tile decides in which order a row's keys are summed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from phloem.runtime.backends.base import AttentionSpec, KVSpec
@@ -30,11 +33,14 @@ __all__ = [
     "Indices",
     "Kind",
     "kind_of",
+    "same_tile",
+    "scratch_bytes",
     "upload_indices",
     "use_tensor_cores",
 ]
 
-SPLIT_TOKENS = 2048  # keys of one fixed split under `deterministic`
+MOST_SMS = 192  # of one GPU; FlashInfer cuts long rows until each has two pieces
+LEAST_SCRATCH = 128 << 20  # what FlashInfer recommends
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +62,44 @@ def kind_of(spec: AttentionSpec) -> Kind:
 def use_tensor_cores(kind: Kind) -> bool:
     """FlashInfer's CUDA-core decode works on each key once for each q head of its group; from four on tensor cores should win."""
     return kind.num_heads // kind.num_kv_heads >= 4
+
+
+def _tile(kind: Kind, packed: int) -> int:
+    """FA2DetermineCtaTileQ: query rows of one tile, of rows of so many tokens x heads a kv head on average."""
+    return 128 if packed > 64 and kind.head_dim < 256 else 64 if packed > 16 else 16
+
+
+def scratch_bytes(kinds: Sequence[Kind], rows: int) -> int:
+    """The most that any plan of these kinds asks of the workspace, captured decodes of `rows` rows among them (PrefillPlan in
+    scheduler.cuh). With less, FlashInfer raises where it plans."""
+
+    def bytes_of(kind: Kind, tiles: int, tile: int) -> int:
+        return kind.num_heads * tiles * tile * (kind.head_dim + 1) * 4
+
+    most = LEAST_SCRATCH
+    for kind in kinds:
+        group, pieces = kind.num_heads // kind.num_kv_heads, 2 * MOST_SMS // kind.num_kv_heads
+        tile = _tile(kind, group)
+        captured = max(pieces, -(-rows * group // tile) + rows - 1)
+        most = max(
+            most, bytes_of(kind, pieces, _tile(kind, 128)), bytes_of(kind, captured, tile) if use_tensor_cores(kind) else 0
+        )
+    return most + (1 << 20)  # what alignment costs
+
+
+def same_tile(kind: Kind, qo_indptr: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
+    """(qo_indptr, taken, kept): rows lengthened in front until any company of them has one tile. FlashInfer chooses the tile by the rows'
+    average length. taken [T']: the token whose query stands at each place (a copy of the row's first in front, its result is dropped);
+    kept [T]: where each token's own result is."""
+    group, limit = kind.num_heads // kind.num_kv_heads, 64 if kind.head_dim < 256 else 16
+    lengths = np.diff(qo_indptr)
+    front = np.maximum(limit // group + 1 - lengths, 0)
+    wide = np.zeros_like(qo_indptr)
+    np.cumsum(lengths + front, out=wide[1:])
+    kept = np.arange(qo_indptr[-1]) + np.repeat(np.cumsum(front), lengths)
+    taken = np.repeat(qo_indptr[:-1].astype(np.int64), lengths + front)
+    taken[kept] = np.arange(qo_indptr[-1])
+    return wide, taken, kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +203,7 @@ class AttentionStep:
 
     def __init__(self, owner: Attention, uses: dict[Kind, list[tuple[Part, _Planned]]]) -> None:
         self._owner, self._uses = owner, uses
+        self._moved: dict[Kind, tuple[Tensor, Tensor]] = {}  # deterministic: taken and kept of `same_tile`, on the device
         parts = [part for these in uses.values() for part, _ in these]
         self.levels = list({id(level): level for part in parts for level in part.levels}.values())  # each once
 
@@ -166,7 +211,24 @@ class AttentionStep:
         """Host work of FlashInfer's schedulers, and the copies of what they decided. indices: of each level, on the device."""
         for kind, parts in self._uses.items():
             for part, planned in parts:
-                _plan(self._owner, kind, part, planned.wrapper, indices)
+                if self._owner.deterministic:
+                    self._plan_alone(kind, part, planned.wrapper, indices)
+                else:
+                    _plan(self._owner, kind, part, planned.wrapper, indices)
+
+    def _plan_alone(self, kind: Kind, part: Part, wrapper: Any, indices: Indices) -> None:
+        """Each row as if it were alone: one tile, and keys in one piece. What is split depends on who else is there."""
+        (level,), where = part.levels, self._owner.device.torch_device
+        _, kv_indptr, last_page_len = _host(level)
+        wide, taken, kept = same_tile(kind, level.qo_indptr)
+        self._moved[kind] = (
+            torch.from_numpy(taken).to(where, non_blocking=True),
+            torch.from_numpy(kept).to(where, non_blocking=True),
+        )
+        wrapper.plan(
+            torch.from_numpy(wide), kv_indptr, indices[id(level)], last_page_len, kind.num_heads, kind.num_kv_heads, kind.head_dim,
+            self._owner.kv.page_size, causal=True, disable_split_kv=True, **_options(kind, self._owner.dtypes),
+        )  # fmt: skip
 
     def planned(self, stream: Stream) -> None:
         """Right behind `plan`: marks when the plans have left the host."""
@@ -177,6 +239,10 @@ class AttentionStep:
     def run(self, kind: Kind, q: Tensor, k_pages: Tensor, v_pages: Tensor) -> Tensor:
         """q [T, heads, dim] in the layout's order; pages [pages + 1, page_size, kv heads, dim]. Returns the shape of q."""
         parts = self._uses[kind]
+        if kind in self._moved:
+            taken, kept = self._moved[kind]
+            wide: Tensor = parts[0][1].wrapper.run(q.index_select(0, taken), (k_pages, v_pages))
+            return wide.index_select(0, kept)
         if len(parts) == 1:
             out: Tensor = parts[0][1].wrapper.run(q, (k_pages, v_pages))
             return out
@@ -204,11 +270,7 @@ def _plan(owner: Attention, kind: Kind, part: Part, wrapper: Any, indices: Indic
     if isinstance(wrapper, owner.fi.BatchDecodeWithPagedKVCacheWrapper):
         wrapper.plan(kv_indptr, kv_indices, last_page_len, heads, kv_heads, dim, page_size, **options)
         return
-    split = max(1, SPLIT_TOKENS // page_size) if owner.deterministic else None
-    wrapper.plan(
-        qo_indptr, kv_indptr, kv_indices, last_page_len, heads, kv_heads, dim, page_size,
-        causal=True, fixed_split_size=split, **options,
-    )  # fmt: skip
+    wrapper.plan(qo_indptr, kv_indptr, kv_indices, last_page_len, heads, kv_heads, dim, page_size, causal=True, **options)
 
 
 class GraphAttention:

@@ -94,8 +94,8 @@ class _Group:
     below: list[_Group] = field(default_factory=list)
 
 
-def plan_layout(batch: ForwardBatch, page_size: int, costs: Costs | None) -> Layout:
-    """costs: None never shares."""
+def plan_layout(batch: ForwardBatch, page_size: int, costs: Costs | None, least: int = 0) -> Layout:
+    """costs: None never shares.   least: bytes a layer that sharing must save besides (what is lost by it that `costs` does not know)."""
     q_len = np.diff(batch.qo_indptr)
     decode = bool((q_len == 1).all())
     flat = Level(batch.qo_indptr, batch.kv_indptr, batch.kv_indices, batch.kv_last_page_len)
@@ -110,7 +110,7 @@ def plan_layout(batch: ForwardBatch, page_size: int, costs: Costs | None) -> Lay
     order = sorted(range(len(tables)), key=lambda r: tables[r].astype(">i4").tobytes())
     rows = _Rows([tables[r] for r in order], [settled[r] for r in order], [int(q_len[r]) for r in order], page_size, costs)
     groups, saved = rows.best(0, len(order), 0, MAX_LEVELS - 1)
-    if not groups:
+    if not groups or saved < least:
         return whole
     return _cut(batch, order, groups, rows, saved)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from phloem.runtime.backends.base import ForwardBatch, KVSpec, Limits, Model
 from phloem.runtime.backends.check import check_batch
-from phloem.runtime.backends.cuda.attention import Attention, AttentionStep, Dtypes, GraphAttention, kind_of
+from phloem.runtime.backends.cuda.attention import Attention, AttentionStep, Dtypes, GraphAttention, kind_of, scratch_bytes
 from phloem.runtime.backends.cuda.graphs import Bucket, DecodeGraphs, bucket_sizes, padded
 from phloem.runtime.backends.cuda.lanes import Device, Stream
 from phloem.runtime.backends.cuda.ops import CudaKV, GpuBatch, GpuOps, NoLogits, specs_of
@@ -33,18 +33,21 @@ __all__ = ["CudaRunner", "RunnerOptions", "Staged"]
 
 log = logging.getLogger(__name__)
 HEAD_DIMS = (64, 128, 256)  # FlashInfer's rope has these
+GRAPH_STARTS = (
+    20  # kernels of a layer that a graph starts for nothing, ten, twice over like every cost of the rule; not measured
+)
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerOptions:
-    """deterministic: fixed KV splits, matmuls of one height, no cascade, no graphs.   graph_bytes: budget of all graphs; 0 is none.
-    cascade: share leading pages where the rule says so.   workspace_bytes: FlashInfer's scratch; it asks for 128 MB, and splitting long
-    rows in steps of 8k tokens takes more.   any_head_dim: for stand-ins whose kernels take every width."""
+    """deterministic: unsplit keys, one tile, matmuls of one height, no cascade, no graphs.   graph_bytes: budget of all graphs; 0 is
+    none.   cascade: share leading pages where the rule says so.   workspace_bytes: FlashInfer's scratch; None: what its plans can ask
+    for.   any_head_dim: for stand-ins whose kernels take every width."""
 
     deterministic: bool = False
     graph_bytes: int = 2 << 30
     cascade: bool = True
-    workspace_bytes: int = 256 << 20
+    workspace_bytes: int | None = None
     any_head_dim: bool = False
 
 
@@ -90,8 +93,9 @@ class CudaRunner:
         self.kv = CudaKV(kv, kv_dtype, device.torch_device)
         self._compute, self._kinds = compute, [kind_of(s) for s in specs]
         dtypes = Dtypes(compute, kv_dtype)
+        scratch = scratch_bytes(self._kinds, limits.max_rows) if options.workspace_bytes is None else options.workspace_bytes
         self._attention = Attention(
-            fi, device, kv, self._kinds, dtypes, deterministic=options.deterministic, workspace_bytes=options.workspace_bytes
+            fi, device, kv, self._kinds, dtypes, deterministic=options.deterministic, workspace_bytes=scratch
         )
         self._ops = GpuOps(fi, self.kv, deterministic=options.deterministic)
         self._staging = Staging(device, nbytes=4 * (6 * limits.max_tokens + limits.max_pages + 8 * limits.max_rows + 1024))
@@ -106,6 +110,7 @@ class CudaRunner:
         self._no_slots = torch.zeros(1, dtype=torch.int32, device=device.torch_device)
         self._fi, self._dtypes = fi, dtypes
         self.graphs = DecodeGraphs(())
+        device.synchronize()  # weights, pages and scratch were written on another stream, which ours does not wait for
         self.warm_up()
         self._capture()
 
@@ -114,6 +119,7 @@ class CudaRunner:
         on to addresses."""
         assert [kind_of(s) for s in specs_of(model)] == self._kinds, "not a model of this shape"
         self.model = model
+        self.device.synchronize()  # its weights may still be on their way, on another stream
         self._capture()
 
     # ---------------------------------------------------------------------------------------------------- the two halves
@@ -135,7 +141,10 @@ class CudaRunner:
         )
         if not tokens:
             return Staged(self._staging.put(copies) if copies else None, None, None, "no tokens", 0, 0)
-        layout = plan_layout(batch, self.kv.spec.page_size, self._costs)
+        # Pages that a decode step shares cost it its graph, so they must be worth the starts of a layer's kernels as well.
+        replayed = tokens == len(batch.kv_last_page_len) and self.graphs.bucket(tokens) is not None
+        least = GRAPH_STARTS * self._costs.launch_bytes if replayed and self._costs is not None else 0
+        layout = plan_layout(batch, self.kv.spec.page_size, self._costs, least)
         bucket, reason = self._choose(batch, layout)
         rows = None if np.array_equal(batch.logit_rows, np.arange(tokens)) else batch.logit_rows
         if bucket is not None:
@@ -161,14 +170,21 @@ class CudaRunner:
         bundle = self._staging.put({"tokens": every, **indices, **({} if rows is None else {"rows": rows}), **copies})
         return Staged(bundle, layout, None, reason, len(batch.logit_rows), tokens, rows, step=step)
 
-    def launch(self, staged: Staged, last_token: Tensor | None, take: Callable[[Tensor], None]) -> None:
+    def launch(
+        self,
+        staged: Staged,
+        last_token: Tensor | None,
+        take: Callable[[Tensor], None],
+        began: Callable[[], None] = lambda: None,
+    ) -> None:
         """Enqueue the step. last_token: int32 [slots].   take: called within Device.run with the logits float32 [L, width], which
-        the next launch may overwrite."""
+        the next launch may overwrite.   began: called on the host where only the model's own work is left to enqueue."""
         bundle, stream = staged.bundle, self.stream
         if bundle is not None:
             self.device.run(stream, bundle.upload)
             self.device.run(stream, lambda: self._copy_pages(bundle))
         if staged.layout is None:
+            began()
             self.device.run(stream, lambda: take(self._empty()))
         elif staged.bucket is not None:
             bucket, level = staged.bucket, staged.level
@@ -176,6 +192,7 @@ class CudaRunner:
             assert bundle is not None
             self.device.run(stream, lambda: bucket.attention.plan(level, bundle.device["indices"]))
             bucket.attention.planned(stream)
+            began()
             self.device.run(stream, lambda: self._replay(staged, bucket, last_token, take))
         else:
             step = staged.step
@@ -183,6 +200,7 @@ class CudaRunner:
             indices = {id(level): bundle.device[f"indices {id(level)}"] for level in step.levels}
             self.device.run(stream, lambda: step.plan(indices))
             step.planned(stream)
+            began()
             self.device.run(stream, lambda: self._eager(staged, last_token, take))
         if bundle is not None:
             self._staging.used(bundle, stream)
@@ -229,7 +247,7 @@ class CudaRunner:
 
     def _choose(self, batch: ForwardBatch, layout: Layout) -> tuple[Bucket | None, str]:
         if self.options.deterministic:
-            bucket, reason = None, "deterministic=True: fixed KV splits cannot be captured"
+            bucket, reason = None, "deterministic=True: graphs hold decode kernels, which add in another order"
         elif not self.options.graph_bytes:
             bucket, reason = None, "graphs are off: their budget is 0 bytes"
         else:

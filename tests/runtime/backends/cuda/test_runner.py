@@ -4,6 +4,7 @@ same logits out. What this cannot show is what the real kernels do; docs/gpu.md 
 from __future__ import annotations
 
 import ast
+import dataclasses
 import random
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ import phloem.runtime.backends.cuda as package
 from phloem.runtime.backends.base import KVSpec, Limits
 from phloem.runtime.backends.cuda import Cuda
 from phloem.runtime.backends.cuda import plan as plan_module
+from phloem.runtime.backends.cuda import runner as runner_module
+from phloem.runtime.backends.cuda.graphs import DecodeGraphs
+from phloem.runtime.backends.cuda.plan import Costs
 from phloem.runtime.backends.cuda.runner import CudaRunner, RunnerOptions
 from phloem.runtime.backends.reference import Reference
 from phloem.runtime.errors import KernelError
@@ -104,6 +108,7 @@ def test_windowed_and_full_layers_in_one_model(tmp_path: Path) -> None:
 
 def test_cascade_reads_shared_pages_once_and_gives_the_same_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_module._Rows, "_saving", lambda self, a, b, pages: pages * (b - a - 1))
+    monkeypatch.setattr(runner_module, "GRAPH_STARTS", 0)
     for family, changes in (("llama", {}), ("mistral", {"sliding_window": 6})):
         pair = Pair(tmp_path / family, family, **changes)
         scenario(pair)
@@ -115,8 +120,26 @@ def test_cascade_reads_shared_pages_once_and_gives_the_same_logits(tmp_path: Pat
 def test_a_deterministic_runner_uses_neither_graphs_nor_cascade_nor_decode_kernels(tmp_path: Path) -> None:
     pair = Pair(tmp_path / "m", options=RunnerOptions(deterministic=True, any_head_dim=True, workspace_bytes=1 << 16))
     scenario(pair)
-    assert set(pair.ours.reasons) == {"deterministic=True: fixed KV splits cannot be captured"}
+    assert set(pair.ours.reasons) == {"deterministic=True: graphs hold decode kernels, which add in another order"}
     assert not any("Decode" in name or "Cascade" in name for name in pair.fi.calls)
+
+
+def test_a_decode_step_keeps_its_graph_unless_shared_pages_are_worth_more(tmp_path: Path) -> None:
+    """The rule's own costs, with a saving between what a level costs and what a graph is worth."""
+    pair = Pair(tmp_path / "m")
+    costs = Costs(token_bytes=4_000_000, query_bytes=0, group=1)
+    trunk = [40, 3, 17, 22]
+    saves = 2 * (4 * PAGE) * costs.token_bytes - 2 * costs.launch_bytes  # three rows read the trunk once
+    assert 0 < saves < runner_module.GRAPH_STARTS * costs.launch_bytes
+    rows = make_batch([Piece([5], 16, [*trunk, 30 + i]) for i in range(3)], pair.spec)
+    pair.ours._costs = costs
+    staged = pair.ours.stage(rows)
+    assert staged.bucket is not None
+    pair.ours._costs = dataclasses.replace(costs, token_bytes=10_000_000)
+    assert "cascade attention saves" in pair.ours.stage(rows).reason
+    pair.ours.graphs = DecodeGraphs(())  # no graph to lose
+    pair.ours._costs = costs
+    assert "cascade attention saves" in pair.ours.stage(rows).reason
 
 
 @pytest.mark.parametrize("kv", ["bf16", "f16", "fp8"])
