@@ -145,7 +145,7 @@ class RowFailure:
 class StepResult:
     """sampled: one for each SampleRow that drew.   scored: request id -> logprobs of its row's targets, in order.
 
-    device_seconds: that the step took.   stall_seconds: that the device had nothing to do before it, waiting for the host.
+    device_seconds: that the step took.   stall_seconds: that the device waited for the host before and within it.
     failed: an exception of the forward itself; then nothing that this step wrote can be trusted, and the lists are empty.
     """
 

@@ -21,7 +21,7 @@ class EngineStats:
     pages_*: every page is in one of the three (P2).   wasted_slots: slots allocated to running sequences and not in use.
     surplus_tokens: drawn beyond an end, never delivered.   oldest_wait_*: of the longest waiting request, in served tokens (the
     clock of ageing) and in the caller's seconds.   grammar_fill_seconds: of the loop, for grammar_fills masks; grammar_compile_seconds:
-    of compiling, off the loop.   device_seconds: of steps; device_stall_seconds: between steps, when the device waited for the host
+    of compiling, off the loop.   device_seconds: of steps; device_stall_seconds: when the device waited for the host
     although there was work (0 where the host is the device).   violations: page accounting that had to be rebuilt: bugs of ours.
     """
 

@@ -5,8 +5,10 @@
     copies                                                                   └─ ids and logprobs to pinned memory ─ ●
 
 The caller's thread enqueues and never waits but in `collect`. FUTURE tokens never leave the device: the draw writes `last_token`, the
-next forward reads it, in stream order. `stall_seconds` is what the device had nothing to do between two steps of which the second was
-launched before the first was collected: time that the host cost.
+next forward reads it, in stream order. `stall_seconds` is what the device had nothing to do because the host was late: before a forward
+that was launched while the step before was not collected, and between a forward and its draw.
+
+    device    draw n-1 ──│ gap │── forward n ──│ gap │── draw n ──       the arrays' copies lie in the gaps: some microseconds, always
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ class DeviceTicket:
     logits: Tensor | None = None
     scored: list[_Scored] = field(default_factory=list)
     draw: DeviceDraw | None = None
-    start: Event | None = None
+    start: Event | None = None  # of the forward, its arrays and plans behind it
+    forwarded: Event | None = None
+    drawing: Event | None = None
     end: Event | None = None  # of the last compute work
     copied: Event | None = None
     behind: DeviceTicket | None = None  # the step before, if it was not collected at launch
@@ -66,7 +70,8 @@ class DeviceTicket:
 class DeviceExecutor:
     """Runs StepPlans on a CudaRunner. One caller thread. See executor/base.py for the promise.
 
-    host_wait_seconds: of the caller in `collect`.   device_stall_seconds: of the device, between steps (see above).   steps: collected.
+    host_wait_seconds: of the caller in `collect`.   device_stall_seconds: of the device (see above).   device_seconds: of forwards and
+    draws, without the gaps.   steps: collected.
     """
 
     def __init__(
@@ -185,10 +190,9 @@ class DeviceExecutor:
         ticket.draw_rows = (
             {b: packed[0][1].logit_indptr[b + 1] - 1 for b in rows} if one else {b: i for i, b in enumerate(rows)}
         )
-        ticket.start = self.device.record(self._compute, timed=True)
         for part, arrays in packed:
             self._launch_part(ticket, part, arrays, one)
-        ticket.end = self.device.record(self._compute, timed=True)
+        ticket.end = ticket.forwarded = self.device.record(self._compute, timed=True)
         self._copy_back(ticket, [scored.work.fetch for scored in ticket.scored])
         if not self._overlap:
             ticket.end.wait()
@@ -203,7 +207,14 @@ class DeviceExecutor:
             ticket.scored.append(_Scored(score, spans))
             self.device.run(self._compute, score.bundle.upload)
             self._sampler.sent(score, self._compute)
-        self._runner.launch(staged, self.last_token, partial(self._take, ticket, part, packed, one, score))
+        self._runner.launch(
+            staged, self.last_token, partial(self._take, ticket, part, packed, one, score), partial(self._begin, ticket)
+        )
+
+    def _begin(self, ticket: DeviceTicket) -> None:
+        """The first part's forward is enqueued next. What the host did for it until now is in front of the mark."""
+        if ticket.start is None:
+            ticket.start = self.device.record(self._compute, timed=True)
 
     def _take(
         self, ticket: DeviceTicket, part: Part, packed: PackedRows, one: bool, score: DeviceScore | None, logits: Tensor
@@ -230,6 +241,7 @@ class DeviceExecutor:
 
         self.device.run(self._compute, draw.bundle.upload)
         self._sampler.sent(draw, self._compute)
+        ticket.drawing = self.device.record(self._compute, timed=True)
         self.device.run(self._compute, work)
         ticket.end = self.device.record(self._compute, timed=True)
         self._copy_back(ticket, [draw.fetch])
@@ -256,10 +268,14 @@ class DeviceExecutor:
         self.host_wait_seconds += time.perf_counter() - began
         self.steps += 1
         result.device_seconds = ticket.end.seconds_since(ticket.start)
+        if ticket.drawing is not None and ticket.forwarded is not None:
+            gap = max(0.0, ticket.drawing.seconds_since(ticket.forwarded))
+            result.device_seconds -= gap
+            result.stall_seconds += gap if self._overlap else 0.0  # without overlap the device is meant to wait
         self.device_seconds += result.device_seconds
         if ticket.behind is not None and ticket.behind.end is not None and ticket.behind.result.failed is None:
-            result.stall_seconds = max(0.0, ticket.start.seconds_since(ticket.behind.end))
-            self.device_stall_seconds += result.stall_seconds
+            result.stall_seconds += max(0.0, ticket.start.seconds_since(ticket.behind.end))
+        self.device_stall_seconds += result.stall_seconds
         for scored in ticket.scored:
             self._read_scores(scored, result)
         if ticket.draw is not None:

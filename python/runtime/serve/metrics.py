@@ -71,7 +71,7 @@ TABLE: tuple[Row, ...] = (
     Row("step_seconds", "histogram", "Time of one step of the engine's loop.", buckets=SHORT),
     Row("step_tokens", "histogram", "Tokens computed in one step.", buckets=TOKENS),
     Row("device_seconds_total", "counter", "Time of steps on the device."),
-    Row("device_stall_seconds_total", "counter", "Time of the device between two steps when it waited for the host."),
+    Row("device_stall_seconds_total", "counter", "Time that the device waited for the host although there was work."),
     Row("grammar_compile_seconds", "histogram", "Time to compile a grammar, off the loop.", buckets=DOUBLING),
     Row("grammar_fill_seconds", "histogram", "Time to fill one mask, on the loop.", ("backend",), _each("token_fsm", "llguidance", "xgrammar"), FILL_BOUNDS),
     Row("grammar_compile_total", "counter", "Grammars asked for, by what became of them.", ("result",), _each("ok", "cached", "refused", "timeout")),
