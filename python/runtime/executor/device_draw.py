@@ -130,5 +130,7 @@ def logsumexp(raw: Tensor, temperature: Tensor | None, shift: int) -> tuple[Tens
 
 def best(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """(values, ids) of the `count` highest of each row, highest first, lower id first among equals."""
+    if not count:  # most rows ask for none, and a sort of the vocabulary is the dearest thing here
+        return x[:, :0], torch.empty((len(x), 0), dtype=torch.int64, device=x.device)
     found = torch.sort(x, dim=1, descending=True, stable=True)
     return found.values[:, :count], found.indices[:, :count]
