@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import hmac
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from phloem.runtime.errors import ConfigError
 from phloem.runtime.serve.app import ROUTES
 from phloem.runtime.serve.config import ServerConfig
+from phloem.runtime.serve.errors import ApiError
 from phloem.runtime.serve.guard import Keys, is_loopback
 from phloem.runtime.serve.lower import namespace_of
 from tests.serve.serving import Server, scripted_server
@@ -93,6 +95,33 @@ def test_g1_a_key_file_that_is_none(tmp_path: Path, text: str) -> None:
         Keys(ServerConfig(api_key_file=str(tmp_path / "none")))
     with pytest.raises(ConfigError):
         Keys(ServerConfig(api_key=("",)))
+
+
+def test_g1_every_key_is_compared_whichever_matches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In constant time each, as digests of one length; how many comparisons there are tells nothing of the key either."""
+    compared: list[tuple[bytes, bytes]] = []
+
+    def spied(a: bytes, b: bytes) -> bool:
+        compared.append((a, b))
+        return real(a, b)
+
+    real = hmac.compare_digest
+    monkeypatch.setattr("phloem.runtime.serve.guard.hmac.compare_digest", spied)
+    keys = Keys(ServerConfig(api_key=("first", "second", "third"), admin_key="boss"))
+    counts = set()
+    for sent in ("first", "third", "thirD", "x" * 5000, "é"):
+        compared.clear()
+        try:
+            keys.admit("key", {"authorization": f"Bearer {sent}"})
+        except ApiError as error:
+            assert error.status == 401
+        counts.add(len(compared))
+        assert all(len(a) == len(b) == 32 for a, b in compared)
+    assert counts == {4}
+
+
+def test_g4_loopback_is_the_default() -> None:
+    assert is_loopback(ServerConfig().host)
 
 
 def test_g3_a_namespace_is_the_tuple_not_its_text() -> None:
