@@ -15,11 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from phloem.runtime.backends.base import ForwardBatch, KVSpec
+from phloem.runtime.backends.base import ForwardBatch, KVSpec, Weight
+from phloem.runtime.backends.blocks import quantise
 from phloem.runtime.backends.cuda import KV_DTYPES
 from phloem.runtime.backends.cuda.attention import Attention, Dtypes, Kind, upload_indices
 from phloem.runtime.backends.cuda.lanes import Device
-from phloem.runtime.backends.cuda.matrices import FP8_MAX
+from phloem.runtime.backends.cuda.mask import best_mask
+from phloem.runtime.backends.cuda.matrices import FP8_MAX, pack_matrix
 from phloem.runtime.backends.cuda.ops import CudaKV
 from phloem.runtime.backends.cuda.plan import Costs, plan_layout
 from tests.fake_device import FakeDevice, FakeFlashInfer
@@ -28,7 +30,7 @@ from tests.paged_runs import Piece, make_batch
 __all__ = ["Case", "cases", "compare"]
 
 Run = Callable[[Any, Device], Tensor]
-ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
 SHARE = Costs(token_bytes=1, query_bytes=0, group=1, launch_bytes=0, margin=1.0)
 
 
@@ -70,6 +72,13 @@ def cases() -> Iterator[Case]:
     yield attention("cascade", kv="fp8")
     yield attention("cascade", softcap=5.0)
     yield attention("prefill", deterministic=True)
+    yield attention("decode", deterministic=True)
+    for kind in ("bf16", "f8", "q4_0"):
+        for rows in (1, 7, 200):
+            yield Case(f"matmul {kind} x {rows}", lambda fi, d, k=kind, n=rows: product(d, k, n), bf16, kind == "bf16")  # type: ignore[misc]
+    yield Case("mask", lambda fi, d: mask(d), torch.float32, True)
+    for kv in ("bf16", "fp8"):
+        yield Case(f"copy pages {kv}", lambda fi, d, k=kv: copy_pages(d, k), bf16, kv == "bf16")  # type: ignore[misc]
 
 
 def compare(case: Case, fi: Any, device: Device) -> float:
@@ -101,6 +110,7 @@ def attention(
         layout = plan_layout(batch, page_size, SHARE if role == "cascade" else None)
         assert (role == "cascade") == (len(layout.parts[0].levels) > 1) and layout.decode == (role == "decode")
         step, out = shared.settle(layout), list[Tensor]()
+        device.synchronize()  # what stands above ran on another stream
         device.run(stream, lambda: step.plan(upload_indices(step.levels, where)))
         order = torch.arange(len(q)) if layout.tokens is None else torch.from_numpy(layout.tokens)
         device.run(stream, lambda: out.append(step.run(kind, q[order.to(where)], *store.pages(0))))
@@ -183,3 +193,29 @@ def append(fi: Any, device: Device, kv: str) -> Tensor:
     zeros = torch.zeros(5, dtype=torch.int32, device=where)
     fi.append_paged_kv_cache(k, v, zeros, slots, store.pages(0), store.every_page, store.one_row, store.full)
     return store.data.float()
+
+
+def product(device: Device, kind: Any, rows: int) -> Tensor:
+    """Through the kernel that the kind has on that device, packed there: int4 is packed otherwise on a GPU than on a CPU."""
+    values = noise(1, 512, 1024, scale=0.05)
+    data = quantise(kind, values) if kind == "q4_0" else values
+    matrix = pack_matrix([Weight(kind, (512, 1024), data)], gated=False, compute=torch.bfloat16, device=device.torch_device)
+    x, bias = noise(2, rows, 1024).to(torch.bfloat16), noise(3, 512).to(torch.bfloat16)
+    out: Tensor = matrix.times(x.to(device.torch_device), bias.to(device.torch_device))  # type: ignore[attr-defined]
+    return out
+
+
+def mask(device: Device) -> Tensor:
+    """What is masked becomes 0, which no logit is."""
+    where, generator = device.torch_device, torch.Generator().manual_seed(4)
+    words = torch.randint(-(2**31), 2**31, (5, 1003), dtype=torch.int32, generator=generator)
+    masked = best_mask(where)(noise(5, 9, 32_077).to(where), words.to(where), torch.tensor([8, 0, 3, 4, 7]).to(where))
+    return torch.where(masked == -torch.inf, 0.0, masked)
+
+
+def copy_pages(device: Device, kv: str) -> Tensor:
+    where = device.torch_device
+    store = CudaKV(KVSpec(3, 2, 64, 9, 16, kv), KV_DTYPES[kv], where)  # type: ignore[arg-type]
+    store.data.view(torch.uint8).copy_(noise(6, *store.data.shape).clamp(-FP8_MAX, FP8_MAX).to(KV_DTYPES[kv]).view(torch.uint8))
+    store.copy(torch.tensor([1, 1, 5], device=where), torch.tensor([2, 9, 0], device=where))
+    return store.data.float().to(torch.bfloat16)

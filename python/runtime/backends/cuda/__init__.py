@@ -26,6 +26,7 @@ __all__ = ["Cuda", "missing"]
 
 OLDEST, FIRST_UNTRIED = (0, 6, 4), (0, 8)
 KV_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "fp8": torch.float8_e4m3fn}
+NEEDS = {"f8": (8, 9), "e4m3": (8, 9), "q4_0": (8, 0), "q4_1": (8, 0), "int4": (8, 0)}  # of torch's kernels for them
 COMPUTE = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 
 
@@ -81,6 +82,13 @@ class Cuda:
 
     def pack(self, parts: Sequence[Weight], *, gated: bool = False) -> Packed:
         """On the device: f32, bf16, f16 and q8_0 in the compute dtype, f8 as e4m3, q4_0 and q4_1 as int4. Raises KernelError."""
+        needs = max((NEEDS.get(part.kind, (0, 0)) for part in parts), default=(0, 0))
+        if self.device.capability < needs:
+            have = ".".join(map(str, self.device.capability))
+            raise KernelError(
+                f"{self.device.name} has compute capability {have}; a matrix of kind {parts[0].kind!r} needs {needs[0]}.{needs[1]}. "
+                "Use dtype='bf16' or 'f16'."
+            )
         return pack_matrix(parts, gated=gated, compute=self.compute, device=self.device.torch_device)
 
     def vector(self, values: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 
 from phloem.runtime.backends.base import Weight, WeightKind
 from phloem.runtime.backends.blocks import dequantise, quantise
+from phloem.runtime.backends.cuda import Cuda
 from phloem.runtime.backends.cuda.matrices import (
     Fp8Matrix,
     Int4Matrix,
@@ -18,6 +19,7 @@ from phloem.runtime.backends.cuda.matrices import (
 )
 from phloem.runtime.errors import KernelError
 from phloem.runtime.models.quantised import AWQ_ORDER, unpack_awq, unpack_gptq
+from tests.fake_device import FakeDevice, FakeFlashInfer
 
 CPU = torch.device("cpu")
 
@@ -126,3 +128,16 @@ def test_what_has_no_kernel_is_refused_by_name(parts: list[Weight], options: dic
     defaults: dict[str, object] = {"gated": False, "compute": torch.bfloat16, "device": CPU}
     with pytest.raises(KernelError, match=says):
         pack_matrix(parts, **{**defaults, **options})  # type: ignore[arg-type]
+
+
+def test_a_gpu_that_is_too_old_for_a_kernel_says_so_at_load() -> None:
+    device = FakeDevice()
+    device.capability = (8, 6)
+    old, values = Cuda(device=device, flashinfer=FakeFlashInfer()), randn(16, 128)
+    with pytest.raises(
+        KernelError, match=r"fake has compute capability 8\.6; a matrix of kind 'f8' needs 8\.9. Use dtype='bf16'"
+    ):
+        old.pack([Weight("f8", (16, 128), values)])
+    assert isinstance(old.pack([Weight("q4_0", (16, 128), quantise("q4_0", values))]), Int4Matrix)
+    device.capability = (8, 9)
+    assert isinstance(old.pack([Weight("f8", (16, 128), values)]), Fp8Matrix)
