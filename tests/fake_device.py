@@ -195,6 +195,8 @@ class FakeFlashInfer:
                 a = fake.bound(f"{self.real.__name__}.run", self.real.run, (self, *args), kwargs)
                 q, kv = a["q"], a["paged_kv_cache"]
                 assert self.plans, "run before plan"
+                # The kernels convert fp8 and read every other 16 bits as the query's kind. float32 is the stand-ins' own.
+                assert q.dtype in (kv[0].dtype, torch.float32) or kv[0].dtype.itemsize == 1, (q.dtype, kv[0].dtype)
                 assert q.stride(-1) == 1 and kv[0].stride() == kv[1].stride()
                 for plan in self.plans:
                     assert (q.dtype, kv[0].dtype) == (plan["q_dtype"], plan["kv_dtype"] or plan["q_dtype"]), (

@@ -19,7 +19,7 @@ import torch
 from phloem.runtime.backends.base import Backend, KVSpec, Limits
 from phloem.runtime.config import Dtype, EngineConfig, Hardware, Resolved, resolve
 from phloem.runtime.engine.core import CoreSettings, EngineCore
-from phloem.runtime.engine.gpu import check_dtype, device_executor, gpu_dtype, make_backend, on_gpu, planned_bytes
+from phloem.runtime.engine.gpu import check_dtype, device_executor, gpu_dtype, gpu_kv, make_backend, on_gpu, planned_bytes
 from phloem.runtime.engine.grammars import Grammars, vocabulary_of
 from phloem.runtime.engine.textside import Text
 from phloem.runtime.errors import ConfigError
@@ -97,7 +97,8 @@ def build(
     check_dtype(device, config.dtype)
     dtype = gpu_dtype(config.dtype, opened) if device == "cuda" else config.dtype
     planned = planned_bytes(device, dtype, opened)
-    first = _resolve(config, hardware, opened.config, planned)  # what cannot fit is refused before it is loaded
+    settled = gpu_kv(config, dtype) if device == "cuda" else config
+    first = _resolve(settled, hardware, opened.config, planned)  # what cannot fit is refused before it is loaded
     backend = make_backend(first, dtype)
     try:
         if first.kv_dtype not in backend.kv_dtypes:
@@ -110,7 +111,7 @@ def build(
             loaded = load_model(
                 opened, backend, dtype, max_context=first.max_context, progress=lambda done, total: report(f"weights {done / total:.0%}")
             )  # fmt: skip
-            resolved = _resolve(config, hardware, opened.config, max(planned, loaded.weight_bytes))
+            resolved = _resolve(settled, hardware, opened.config, max(planned, loaded.weight_bytes))
             report("the KV pool")
             grammars = _grammars(loaded.opened, tokenizer)
             core = _core(backend, loaded, resolved, tokenizer, grammars)

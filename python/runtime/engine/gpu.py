@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+from typing import Literal
 
 from phloem.runtime.backends import create_backend
 from phloem.runtime.backends.base import Backend, KVSpec, Limits, Model
@@ -19,7 +20,7 @@ from phloem.runtime.models.convert import Dtype as LoadDtype
 from phloem.runtime.models.convert import common_kind, num_bytes
 from phloem.runtime.models.loader import OpenModel
 
-__all__ = ["check_dtype", "device_executor", "gpu_dtype", "make_backend", "on_gpu", "planned_bytes"]
+__all__ = ["check_dtype", "device_executor", "gpu_dtype", "gpu_kv", "make_backend", "on_gpu", "planned_bytes"]
 
 ON_CUDA = ("auto", "bf16", "f16", "fp8", "q4")
 ELSEWHERE = ("auto", "f32", "bf16", "f16", "q8", "q4")
@@ -67,6 +68,24 @@ def gpu_dtype(dtype: Dtype, opened: OpenModel) -> LoadDtype:
     return "f16" if kinds == {"f16"} else "bf16"
 
 
+def gpu_kv(config: EngineConfig, dtype: LoadDtype) -> EngineConfig:
+    """With the pages' dtype said: that of the activations, or fp8. FlashInfer converts fp8 keys; 16 bits of another kind it would read as
+    its own. dtype: as `gpu_dtype` says. Raises ConfigError."""
+    own = _compute(dtype)
+    if config.kv_dtype == "auto":
+        return dataclasses.replace(config, kv_dtype=own)
+    if config.kv_dtype not in (own, "fp8"):
+        raise ConfigError(
+            f"kv_dtype is {config.kv_dtype!r}, and this model computes in {own} on the GPU; expected 'auto', {own!r} or 'fp8'.",
+            param="kv_dtype",
+        )
+    return config
+
+
+def _compute(dtype: LoadDtype) -> Literal["f16", "bf16"]:
+    return "f16" if dtype == "f16" else "bf16"
+
+
 def planned_bytes(device: str, dtype: LoadDtype, opened: OpenModel) -> int:
     """What the weights will take on the device."""
     whole = opened.weight_bytes(dtype)
@@ -86,7 +105,7 @@ def make_backend(resolved: Resolved, dtype: LoadDtype) -> Backend:
     from phloem.runtime.backends.cuda.runner import RunnerOptions
 
     options = RunnerOptions(deterministic=resolved.config.deterministic is True)
-    return create_backend("cuda", compute="f16" if dtype == "f16" else "bf16", options=options)
+    return create_backend("cuda", compute=_compute(dtype), options=options)
 
 
 def device_executor(

@@ -16,7 +16,7 @@ from phloem.runtime.backends.cuda import device as device_module
 from phloem.runtime.backends.cuda.device import Gpu, find_gpu
 from phloem.runtime.config import Hardware, make_config, resolve
 from phloem.runtime.engine import gpu as gpu_module
-from phloem.runtime.engine.gpu import check_dtype, gpu_dtype, on_gpu, planned_bytes
+from phloem.runtime.engine.gpu import check_dtype, gpu_dtype, gpu_kv, on_gpu, planned_bytes
 from phloem.runtime.errors import ConfigError
 from phloem.runtime.models.loader import open_model
 from tests.tiny_models import tiny_config, tiny_tensors, write_gguf, write_hf
@@ -123,6 +123,16 @@ def test_auto_keeps_f16_files_f16_and_blocks_blocks(tmp_path: Path) -> None:
         opened = open_model(str(write_hf(tmp_path / name, config, tiny_tensors(config, dtype=dtype))))
         assert gpu_dtype("auto", opened) == want and gpu_dtype("fp8", opened) == "fp8"
     assert gpu_dtype("auto", open_model(str(write_gguf(tmp_path / "m.gguf", config, kinds={"ffn_down": "Q8_0"})))) == "auto"
+
+
+def test_pages_have_the_dtype_of_the_activations_or_fp8() -> None:
+    """FlashInfer's FA2 feeds 16-bit keys to the multiplication as they are: bf16 pages under f16 queries would be read as f16."""
+    for dtype, own, other in (("f16", "f16", "bf16"), ("bf16", "bf16", "f16"), ("held", "bf16", "f16"), ("fp8", "bf16", "f32")):
+        for said, want in (("auto", own), (own, own), ("fp8", "fp8")):
+            assert gpu_kv(make_config(device="cuda", kv_dtype=said), dtype).kv_dtype == want  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=f"kv_dtype is '{other}', and this model computes in {own} on the GPU") as caught:
+            gpu_kv(make_config(device="cuda", kv_dtype=other), dtype)  # type: ignore[arg-type]
+        assert caught.value.param == "kv_dtype"
 
 
 def test_what_the_weights_will_take_counts_q8_0_as_bf16(tmp_path: Path) -> None:

@@ -97,9 +97,12 @@ class Cuda:
 
     def bind(self, model: Model, kv: KVSpec, limits: Limits) -> CudaRunner:
         """Takes the memory of the pages, builds the kernels, captures the graphs. Raises KernelError."""
-        allowed = self.kv_dtypes if self.compute != torch.float32 else (*self.kv_dtypes, "f32")
+        if self.compute == torch.float32:  # on stand-ins, which convert
+            allowed: tuple[str, ...] = (*self.kv_dtypes, "f32")
+        else:  # the kernels convert fp8, and take 16 bits of another kind for their own
+            allowed = ("bf16" if self.compute == torch.bfloat16 else "f16", "fp8")
         if kv.dtype not in allowed:
-            raise KernelError(f"kv_dtype is {kv.dtype!r}; the cuda backend has {', '.join(allowed)}.")
+            raise KernelError(f"kv_dtype is {kv.dtype!r}; the cuda backend has {', '.join(allowed)} for this model.")
         return CudaRunner(
             self._fi, self.device, model, kv, limits, compute=self.compute, kv_dtype=KV_DTYPES[kv.dtype], options=self.options
         )  # fmt: skip

@@ -25,7 +25,7 @@ def test_contract(name: str, folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"dtype": "fp8"}, {"kv_dtype": "fp8"}, {"dtype": "q4"}, {"dtype": "f16", "kv_dtype": "f16"}, {"load_format": "dummy"}],
+    [{"dtype": "fp8"}, {"kv_dtype": "fp8"}, {"dtype": "q4"}, {"dtype": "f16"}, {"load_format": "dummy"}],
 )
 def test_every_format_runs(options: dict[str, str], folder: Path) -> None:
     with pretend(seed=1, eagerness=1.0), ph.Engine(str(folder), **engine_options(max_running=2, **options)) as engine:  # type: ignore[arg-type]
