@@ -42,9 +42,9 @@ void finish_gated(const LinearArgs& a, int row, int rows, int64_t column, int co
   }
 }
 
-void panel_sums(const LinearArgs& a, const Matrix& m, int panel, int row, int rows, float* out, float* transposed) {
+void panel_sums(const LinearArgs& a, const Matrix& m, int panel, int row, int rows, float* out, float* transposed, bool cold) {
   if (quantised(m.kind)) panel_quant(m, panel, a.quant, row, rows, out);
-  else panel_float(m, panel, a.x + row * a.x_ld, a.x_ld, rows, PanelOut{out, transposed});
+  else panel_float(m, panel, a.x + row * a.x_ld, a.x_ld, rows, PanelOut{out, transposed, cold});
 }
 
 }  // namespace
@@ -59,7 +59,7 @@ void linear_run(const LinearArgs& a, Spmd& spmd) {
   float* const sums = reinterpret_cast<float*>(spmd.scratch);
   float* const sums2 = sums + kBlockRows * NR;
   float* const transposed = sums2 + kBlockRows * NR;
-  static_assert((2 * kBlockRows + 128) * NR * sizeof(float) <= kLinearScratch, "the scratch holds two blocks and a panel");
+  static_assert((2 * kBlockRows + kSumK) * NR * sizeof(float) <= kLinearScratch, "the scratch holds two blocks and a panel");
 
   int num_panels = 0;
   const int parts = a.gated ? 1 : a.num_parts;
@@ -78,9 +78,10 @@ void linear_run(const LinearArgs& a, Spmd& spmd) {
       const int n = panels(part.matrix, NR);
       for (int p = first - base > 0 ? first - base : 0; p < n && p < last - base; p++) {
         const int count = part.matrix.n - p * NR < NR ? part.matrix.n - p * NR : NR;
-        panel_sums(a, part.matrix, p, row, rows, sums, transposed);
+        const bool cold = p == 0 || p + base == first;
+        panel_sums(a, part.matrix, p, row, rows, sums, transposed, cold);
         if (a.gated) {
-          panel_sums(a, a.parts[1].matrix, p, row, rows, sums2, transposed);
+          panel_sums(a, a.parts[1].matrix, p, row, rows, sums2, transposed, cold);
           finish_gated(a, row, rows, p * NR, count, sums, sums2);
         } else {
           finish(a, row, rows, part.column + p * NR, count, sums);

@@ -1,6 +1,6 @@
 // y = x W^T and what is fused to it. One order of k per output element, whatever M, the tile, the chunk or the thread (B1).
 //
-//   f32, bf16   sum = fma(x[k], w[k], sum) for k = 0, 1, ...                        from 0
+//   f32, bf16   part = fma(x[k], w[k], part) for each block of kSumK k, from 0; sum = sum + part for blocks 0, 1, ...
 //   q8_0, q4_*  x is quantised to int8 per 32 (scale = max|x| / 127); block sums are exact integers;
 //               sum = fma(block sum, scale_x * scale_w, sum) for blocks 0, 1, ...   (q4_1: then + minimum * sum of x's block)
 //   epilogue    (sum + bias) + residual, or silu(gate sum) * up sum
@@ -50,6 +50,8 @@ struct LinearArgs {
   QuantRows quant;
 };
 
+// Length of a chain over k of f32 and bf16 weights: part of the bits, whatever the variant.
+constexpr int kSumK = 96;
 // Rows per pass over the weights: as many as keep their part of x in L2 beside a panel.
 constexpr int kBlockRows = 64;
 // Bytes of Spmd::scratch that linear_run needs.
@@ -67,7 +69,8 @@ PHLOEM_DECLARE(void, linear_run, (const LinearArgs& args, Spmd& spmd))
 // One panel of one matrix for rows [0, rows) of x: raw sums to out[rows][panel_width]. Internal to linear*.cpp.
 struct PanelOut {
   float* out;
-  float* transposed;        // scratch for plain rows
+  float* transposed;        // scratch for plain rows, [kSumK][panel_width]
+  bool cold;                // nobody fetched this panel ahead: the first of a thread
 };
 PHLOEM_DECLARE(void, panel_float, (const Matrix& m, int panel, const float* x, int64_t x_ld, int rows, const PanelOut& o))
 PHLOEM_DECLARE(void, panel_quant, (const Matrix& m, int panel, const QuantRows& q, int row, int rows, float* out))

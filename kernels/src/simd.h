@@ -204,8 +204,46 @@ PHLOEM_INLINE int32_t hmax_i(vi v) {
 #endif
 }
 
-// t[i][j] <-> t[j][i]: log2(W) rounds, each swapping blocks of `h` between rows h apart.
+// t[i][j] <-> t[j][i]: within groups of four lanes, then the groups. In intrinsics: of shuffles by constant vectors GCC 12 builds the
+// constants anew for each square, lane by lane (250 cycles a square of 16 instead of 80).
 PHLOEM_INLINE void transpose_square(vf t[W]) {
+#if defined(PHLOEM_AVX512)
+  __m512 a[16], b[16];
+  PHLOEM_UNROLL for (int i = 0; i < 16; i += 2) {
+    a[i] = _mm512_unpacklo_ps((__m512)t[i], (__m512)t[i + 1]);
+    a[i + 1] = _mm512_unpackhi_ps((__m512)t[i], (__m512)t[i + 1]);
+  }
+  PHLOEM_UNROLL for (int i = 0; i < 16; i += 4)  // b[i + j]: columns j, 4 + j, 8 + j, 12 + j of rows i to i + 3
+    PHLOEM_UNROLL for (int j = 0; j < 2; j++) {
+      const __m512d low = _mm512_castps_pd(a[i + j]), high = _mm512_castps_pd(a[i + j + 2]);
+      b[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(low, high));
+      b[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low, high));
+    }
+  PHLOEM_UNROLL for (int j = 0; j < 4; j++) {
+    const __m512 even = _mm512_shuffle_f32x4(b[j], b[4 + j], 0x88), odd = _mm512_shuffle_f32x4(b[j], b[4 + j], 0xdd);
+    const __m512 even2 = _mm512_shuffle_f32x4(b[8 + j], b[12 + j], 0x88), odd2 = _mm512_shuffle_f32x4(b[8 + j], b[12 + j], 0xdd);
+    t[j] = (vf)_mm512_shuffle_f32x4(even, even2, 0x88);
+    t[4 + j] = (vf)_mm512_shuffle_f32x4(odd, odd2, 0x88);
+    t[8 + j] = (vf)_mm512_shuffle_f32x4(even, even2, 0xdd);
+    t[12 + j] = (vf)_mm512_shuffle_f32x4(odd, odd2, 0xdd);
+  }
+#elif defined(PHLOEM_AVX2)
+  __m256 a[8], b[8];
+  PHLOEM_UNROLL for (int i = 0; i < 8; i += 2) {
+    a[i] = _mm256_unpacklo_ps((__m256)t[i], (__m256)t[i + 1]);
+    a[i + 1] = _mm256_unpackhi_ps((__m256)t[i], (__m256)t[i + 1]);
+  }
+  PHLOEM_UNROLL for (int i = 0; i < 8; i += 4)
+    PHLOEM_UNROLL for (int j = 0; j < 2; j++) {
+      const __m256d low = _mm256_castps_pd(a[i + j]), high = _mm256_castps_pd(a[i + j + 2]);
+      b[i + 2 * j] = _mm256_castpd_ps(_mm256_unpacklo_pd(low, high));
+      b[i + 2 * j + 1] = _mm256_castpd_ps(_mm256_unpackhi_pd(low, high));
+    }
+  PHLOEM_UNROLL for (int j = 0; j < 4; j++) {
+    t[j] = (vf)_mm256_permute2f128_ps(b[j], b[4 + j], 0x20);
+    t[4 + j] = (vf)_mm256_permute2f128_ps(b[j], b[4 + j], 0x31);
+  }
+#else
   PHLOEM_UNROLL for (int h = W / 2; h > 0; h /= 2) {
     vi low, high;  // row i keeps its low blocks and takes row i + h's; the other way round
     for (int j = 0; j < W; j++) {
@@ -220,6 +258,7 @@ PHLOEM_INLINE void transpose_square(vf t[W]) {
       t[i + h] = __builtin_shuffle(a, b, high);
     }
   }
+#endif
 }
 
 // ---- bf16: W of them <-> vf. Rounds to nearest even; a NaN stays a NaN.
