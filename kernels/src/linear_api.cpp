@@ -125,16 +125,15 @@ PHLOEM_API int phloem_gather(phloem_context* context, const int64_t* addresses, 
   if (context == nullptr) return PHLOEM_BAD_ARGUMENT;
   if (count < 0 || (bytes != 2 && bytes != 4) || (count > 0 && (addresses == nullptr || out == nullptr)))
     return context->fail(PHLOEM_BAD_ARGUMENT, "gather: %lld elements of %d bytes; expected 2 or 4", static_cast<long long>(count), bytes);
-  // Every read misses the caches: fetched ahead, a dozen wait at once instead of one after another.
+  // Every read misses the caches: fetched ahead, two dozen wait at once instead of one after another. By the calling thread alone: to
+  // wake another takes longer, and it may find its core in a trainer's hands.
   constexpr int64_t kAhead = 24;
   char* const to = static_cast<char*>(out);
-  return context->run([&](Spmd& spmd) {
-    const int64_t begin = count * spmd.thread / spmd.threads, end = count * (spmd.thread + 1) / spmd.threads;
-    for (int64_t i = begin; i < end; i++) {
-      if (i + kAhead < end) __builtin_prefetch(reinterpret_cast<const void*>(addresses[i + kAhead]));
-      std::memcpy(to + i * bytes, reinterpret_cast<const void*>(addresses[i]), static_cast<size_t>(bytes));
-    }
-  });
+  for (int64_t i = 0; i < count; i++) {
+    if (i + kAhead < count) __builtin_prefetch(reinterpret_cast<const void*>(addresses[i + kAhead]));
+    std::memcpy(to + i * bytes, reinterpret_cast<const void*>(addresses[i]), static_cast<size_t>(bytes));
+  }
+  return PHLOEM_OK;
 }
 
 PHLOEM_API int phloem_matrix_pack(phloem_context* context, int kind, int n, int k, const void* rows, int64_t row_bytes,

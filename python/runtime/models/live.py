@@ -206,8 +206,10 @@ class LiveWeights:
         if update.staging == "none":
             self._update, self.invalid = None, ""
             return None
-        for slot in self.slots:
-            self._complete(update, slot)
+        if update.partial:
+            come = {self._aliases.get(name, name) for name in update.arrived}
+            for slot in self.slots:
+                self._complete(update, slot, come)
         values = {slot.param: update.values.get(slot.param, self._values[slot.param]) for slot in self.slots}
         return self._build(values)
 
@@ -319,11 +321,10 @@ class LiveWeights:
             tensor = tensor.to(torch.bfloat16)
         return torch.equal(kept, tensor.float().view(kept.shape))
 
-    def _complete(self, update: _Update, slot: Slot) -> None:
+    def _complete(self, update: _Update, slot: Slot, come: set[str]) -> None:
         """Of a partial update: pieces that did not come keep their values, in the buffer where the others are new."""
         if slot.param not in update.values:
             return
-        come = {self._aliases.get(name, name) for name in update.arrived}
         new, live = update.values[slot.param], self._values[slot.param]
         for i, piece in enumerate(slot.pieces):
             if piece.name in come:

@@ -34,7 +34,10 @@ __all__ = ["Attached", "Share"]
 
 Share = Literal["auto", "require", "copy"]
 KINDS: dict[torch.dtype, WeightKind] = {torch.float32: "f32", torch.bfloat16: "bf16"}
-SAMPLED = 64  # elements a tensor that are looked at
+SAMPLED, PLACES = (
+    64,
+    16,
+)  # elements a tensor that are looked at, and in how many pages of memory: to find a page costs as much as to read
 COPY_DTYPES: dict[str, WeightKind] = {"f32": "f32", "bf16": "bf16", "q8": "q8_0", "q4": "q4_0"}
 
 
@@ -192,7 +195,7 @@ class Attached:
         rng = np.random.default_rng(0)
         for width in (2, 4):
             at = [
-                pair.pointer + width * np.unique(np.r_[0, n - 1, rng.integers(0, n, SAMPLED - 2)])
+                pair.pointer + width * _sampled(n, 4096 // width, rng)
                 for pair in self._pairs
                 if pair.parameter.element_size() == width and (n := pair.parameter.numel())
             ]
@@ -241,6 +244,14 @@ class Attached:
                 p = owner._parameters[attribute]
                 assert p is not None
                 yield piece.name, p.full_tensor() if hasattr(p, "full_tensor") else p.detach()
+
+
+def _sampled(n: int, page: int, rng: np.random.Generator) -> NDArray[np.int64]:
+    """Up to SAMPLED elements of n, the first and the last among them, in at most PLACES stretches of `page` elements. Ascending."""
+    starts = np.r_[0, max(0, n - page), rng.integers(0, max(1, n - page + 1), PLACES - 2)]
+    chosen = (starts[:, None] + rng.integers(0, min(page, n), (PLACES, SAMPLED // PLACES))).ravel()
+    chosen[0], chosen[-1] = 0, n - 1
+    return np.unique(chosen).astype(np.int64)
 
 
 def rehome(tensors: Sequence[Tensor]) -> Tensor:
