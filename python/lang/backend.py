@@ -143,6 +143,11 @@ class Job:
     def prompt(self) -> TextPrompt | None:
         return self.record.prompt
 
+    def rewrite(self, request: Request, tokenizer: Tokenizer | None) -> None:
+        """Another request in place of the recorded one, before it is sent: for a backend's `prepare`."""
+        self.record.request = request
+        self._collector = None if tokenizer is None else Collector(request, tokenizer)
+
     def push(self, delta: OutputDelta) -> int | None:
         collector = self._collector
         if collector is None or collector.output is not None:

@@ -248,6 +248,12 @@ class Program(Generic[P, T]):
 
         return run_batch(self, batch, kwargs, caller())
 
+    def rollouts(self, engine: Any, args: Sequence[Any], n: int, seed: int, tap: Any, on_error: Any) -> Any:
+        """For RolloutEngine.rollout(program, args, n): see lang/rollout.py."""
+        from phloem.lang.rollout import rollouts
+
+        return rollouts(self, engine, args, n, seed, tap, on_error)
+
     # ---- without a forward ----------------------------------------------------------------------------------------------
 
     def plan(self, *args: Any, **kwargs: Any) -> Any:

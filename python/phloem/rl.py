@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from phloem.runtime.request import Support
     from phloem.runtime.rl.engine import Handle, RolloutEngine, RolloutStats
+    from phloem.runtime.rl.programs import Environment, to_sample
     from phloem.runtime.rl.sample import RolloutBatch, RolloutTensors, Sample, Span, group_advantages
     from phloem.runtime.rl.session import Session
     from phloem.runtime.rl.support import support_mask, token_logprobs
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from phloem.runtime.rl.verify import Verification
 
 __all__ = [
+    "Environment",
     "Handle",
     "RolloutBatch",
     "RolloutEngine",
@@ -31,6 +33,7 @@ __all__ = [
     "Verification",
     "group_advantages",
     "support_mask",
+    "to_sample",
     "token_logprobs",
 ]
 
@@ -38,6 +41,7 @@ _HOME = {
     **dict.fromkeys(("Handle", "RolloutEngine", "RolloutStats"), "engine"),
     **dict.fromkeys(("RolloutBatch", "RolloutTensors", "Sample", "Span", "group_advantages"), "sample"),
     **dict.fromkeys(("support_mask", "token_logprobs"), "support"),
+    **dict.fromkeys(("Environment", "to_sample"), "programs"),
     "Session": "session",
     "Update": "update",
     "Verification": "verify",

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,6 +39,7 @@ from phloem.runtime.errors import (
 )
 from phloem.runtime.request import GrammarSpec, Request, SamplingParams, Support, TokenLogprob
 from phloem.runtime.rl.collect import SampleSink
+from phloem.runtime.rl.programs import Environment, roll_programs
 from phloem.runtime.rl.requests import Rollouts, as_sampling
 from phloem.runtime.rl.sample import RolloutBatch
 from phloem.runtime.rl.share import Attached, Share, ensure_module
@@ -151,7 +153,7 @@ class RolloutEngine:
     # ---- rollouts ------------------------------------------------------------------------------------------------------
 
     def rollout(
-        self, prompts: Any, sampling: SamplingParams | Mapping[str, Any] | None = None, n: int = 1, *,
+        self, prompts: Any, sampling: Any = None, n: int = 1, *,
         seed: int | None = None, group_ids: Sequence[int | str] | None = None, deadline: float | None = None, min_groups: int | None = None,
         max_staleness: int | None = None, on_error: Literal["raise", "return"] = "raise", off_policy: bool = False,
         **constraint: Unpack[GrammarOptions],
@@ -163,8 +165,25 @@ class RolloutEngine:
         prompts are a group.   deadline: seconds, min_groups: complete groups, after which the rest comes back partial.
         max_staleness: refuse to go on with what began so many versions ago.   off_policy: allow penalties and logit_bias, which no
         trainer recomputes.   constraint: GrammarOptions, for every Sample's output.
+        rollout(program, args, n): n runs of a program of the language for each of `args` (mappings of its arguments, or tuples), a Sample
+        for each branch that drew (rl T4); its gens say how they draw, the batch's `values` what the runs returned.
         Raises the requests' errors, UncommittedWeightsError, EngineBusyError inside `training` or `update`, EngineSuspendedError.
         """
+        if isinstance(prompts, Environment):
+            given = {
+                "group_ids": group_ids,
+                "deadline": deadline,
+                "min_groups": min_groups,
+                "max_staleness": max_staleness,
+                **constraint,
+            }
+            for name, value in given.items():
+                if value is not None:
+                    raise InvalidRequestError(f"{name} says nothing to a program: its gens and its body do.", param=name)
+            self._ensure_readable()
+            return roll_programs(
+                self, prompts, sampling, n, secrets.randbits(63) if seed is None else seed, on_error, off_policy
+            )
         rollouts = self._prepare(
             prompts, sampling, n, _spec(constraint), seed, group_ids, max_staleness, on_error, off_policy, min_groups
         )

@@ -113,11 +113,15 @@ class RolloutTensors:
 
 
 class RolloutBatch(Sequence[Sample]):
-    """The Samples of a rollout: one for each prompt and draw, prompts in order, none missing (rl §1)."""
+    """The Samples of a rollout: one for each prompt and draw, prompts in order, none missing (rl §1).
 
-    def __init__(self, samples: Sequence[Sample], stats: dict[str, Any] | None = None) -> None:
+    values: of a rollout of programs, what the body of each Sample's run returned; else empty.
+    """
+
+    def __init__(self, samples: Sequence[Sample], stats: dict[str, Any] | None = None, values: Sequence[Any] = ()) -> None:
         self.samples = list(samples)
         self.stats = stats or {}
+        self.values = list(values)
 
     def __len__(self) -> int:
         return len(self.samples)
