@@ -95,6 +95,7 @@ class DeviceExecutor:
         self.weights: LiveWeights | None = None  # they cannot be looked at or changed yet
         self._runner, self._sampler, self._max_logits, self._overlap = runner, sampler, max_logits, overlap
         self._compute, self._copies = runner.stream, self.device.stream("copies")
+        self.device.synchronize()  # last_token was filled on another stream
         self._newest: DeviceTicket | None = None
         self._broken: Exception | None = None
         self._closed = False

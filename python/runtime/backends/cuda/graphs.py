@@ -98,8 +98,10 @@ class DecodeGraphs:
     def capture(
         self, device: Device, stream: Stream, make: Callable[[int], GraphAttention], forward: Forward, spec: KVSpec, budget: int
     ) -> None:
-        """budget: bytes that all graphs together may take. make: a bucket's attention. forward: logits float32 of a batch."""
+        """budget: bytes that all graphs together may take, and at most half of what the device has left: activations and draws need the
+        rest. make: a bucket's attention. forward: logits float32 of a batch."""
         start = device.free_bytes()
+        budget = min(budget, start // 2)
         for rows in reversed(self.sizes):
             spent = start - device.free_bytes()
             if spent >= budget:
@@ -139,6 +141,7 @@ class DecodeGraphs:
             bucket.logits = self._logits[:rows]
             bucket.logits.copy_(found)
 
+        device.synchronize()  # the buffers above, and FlashInfer's, were filled on another stream
         device.run(stream, once)
         device.synchronize()
         bucket.graph = device.capture(work, next((b.graph for b in self.buckets.values()), None))

@@ -101,12 +101,17 @@ def test_the_budget_keeps_the_largest_buckets_and_says_what_is_missing(
 
 def test_a_device_without_room_for_a_graph_runs_without(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="phloem"):
-        ours = runner(tmp_path / "m", FakeDevice(free=5 << 20, capture_bytes=2 << 20))
-    assert sorted(ours.graphs.buckets) == [8, 9]
-    assert "no CUDA graph for 1, 2, 4 rows: the GPU's memory was spent after 4 MiB of graphs" in caplog.text
-    none = runner(tmp_path / "m", FakeDevice(free=0))
-    none.forward(decode(2))
-    assert set(none.reasons) == {"bucket 2 was not captured: the GPU's memory was spent after 0 MiB of graphs"}
+        ours = runner(tmp_path / "m", FakeDevice(free=5 << 20, capture_bytes=6 << 20))
+    assert not ours.graphs.buckets
+    assert "no CUDA graph for 1, 2, 4, 8, 9 rows: the GPU's memory was spent after 0 MiB of graphs" in caplog.text
+    ours.forward(decode(2))
+    assert set(ours.reasons) == {"bucket 2 was not captured: the GPU's memory was spent after 0 MiB of graphs"}
+
+
+def test_graphs_take_at_most_half_of_what_is_left(tmp_path: Path) -> None:
+    ours = runner(tmp_path / "m", FakeDevice(free=9 << 20, capture_bytes=2 << 20))
+    assert sorted(ours.graphs.buckets) == [4, 8, 9]
+    assert ours.graphs.missing[2] == "graphs had taken 6 MiB of a budget of 4 MiB"
 
 
 def test_all_buckets_write_their_logits_to_one_place(tmp_path: Path) -> None:
