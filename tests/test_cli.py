@@ -304,6 +304,18 @@ def test_doctor_finds_everything_here() -> None:
     assert "!!" not in done.stdout
 
 
+def test_doctor_refuses_pages_that_the_gpu_could_not_read() -> None:
+    from tests.fake_device import pretend
+
+    with pretend():
+        refused = call("doctor", "--device", "cuda", "--kv-dtype", "f16", "--kv-tokens", "1024")
+        fine = call("doctor", "--device", "cuda", "--kv-dtype", "fp8", "--kv-tokens", "1024")
+    assert (
+        refused.exit_code == 1 and "this model computes in bf16 on the GPU; expected 'auto', 'bf16' or 'fp8'" in refused.stderr
+    )
+    assert fine.exit_code == 0 and "device: cuda" in fine.stdout
+
+
 def test_doctor_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     missing = call("doctor", "--model", "/no/such/model")
     assert missing.exit_code == 1 and "!!" in missing.stdout and "/no/such/model" in missing.stderr

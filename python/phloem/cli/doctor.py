@@ -114,7 +114,7 @@ def model(config: Any) -> Findings:
     from phloem.runtime.backends import create_backend
     from phloem.runtime.config import resolve
     from phloem.runtime.engine.build import detect_hardware, load_tokenizer
-    from phloem.runtime.engine.gpu import on_gpu
+    from phloem.runtime.engine.gpu import check_dtype, gpu_dtype, gpu_kv, on_gpu
     from phloem.runtime.models.dummy import open_dummy
     from phloem.runtime.models.loader import open_model
 
@@ -132,6 +132,9 @@ def model(config: Any) -> Findings:
     template = "a chat template" if tokenizer.templates else "no chat template: `phloem chat` would refuse"
     yield True, f"tokenizer: {tokenizer.vocab_size} tokens, {template}"
     hardware = on_gpu(config, detect_hardware())
+    if hardware.is_gpu:
+        check_dtype("cuda", config.dtype)
+        config = gpu_kv(config, gpu_dtype(config.dtype, opened))
     resolved = resolve(
         config, hardware, model_context=shape.max_context, kv_bytes_per_token_f32=shape.kv_bytes_per_token_f32,
         weight_bytes=opened.file_bytes,

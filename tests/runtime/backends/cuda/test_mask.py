@@ -41,7 +41,27 @@ print("equal")
 """
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed: it comes with torch for CUDA")
+COMPILE = """
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from phloem.runtime.backends.cuda.triton_mask import BLOCK, _mask_kernel
+kinds = {"x": "*fp32", "words": "*i32", "rows": "*i64", "vocab_size": "i32", "x_stride": "i32", "words_stride": "i32", "size": "constexpr"}
+for arch in (80, 90):
+    assert len(compile(ASTSource(_mask_kernel, kinds, {"size": BLOCK}), target=GPUTarget("cuda", arch, 32)).asm["cubin"]) > 1000
+print("compiled")
+"""
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed: it comes with torch for CUDA"
+)
+
+
+@needs_triton
+def test_the_triton_kernel_compiles_for_gpus_that_are_not_here() -> None:
+    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, timeout=200)
+    assert done.stdout.strip() == "compiled", done.stderr[-3000:]
+
+
+@needs_triton
 def test_the_triton_kernel_is_the_torch_reference() -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=200
