@@ -22,6 +22,7 @@ TOLERANCE = 1e-4
 
 @torch.inference_mode()
 def main() -> int:
+    torch.set_num_threads(1)  # a pool of threads waits for its turn on a busy machine: minutes, not seconds
     scores = json.loads(sys.stdin.read())["scores"]
     reader = GGUFReader(str(embedded()))
     model, text_ids, worst = oracle(reader), tokenizer(reader), 0.0
