@@ -75,7 +75,7 @@ class ServerConfig:
     request_templates: bool = _option(
         False, "API", "Requests may bring a chat template of their own.", aliases=("--trust-request-chat-template",)
     )
-    max_logprobs: int = _option(20, "API", "Most alternatives a token that a request may ask for.", low=0, high=20)
+    max_logprobs: int = _option(20, "API", "Most alternatives a token that a request may ask for; 20 at most.", low=0, high=20)
     sse_ping: float = _option(
         0.0, "API", "Seconds of silence after which a stream sends a comment; 0 is off.", low=0, high=3600
     )
