@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from phloem.runtime.engine.compiling import COMPILE_BOUNDS, FILL_BOUNDS, GrammarCounters, Times
 from phloem.runtime.errors import EngineClosedError, GrammarError
-from phloem.runtime.grammar.audit import AUDIT_VERSION, AUDITED, route
+from phloem.runtime.grammar.audit import AUDIT_VERSION, AUDITED, Route, is_audited, route
 from phloem.runtime.grammar.base import (
     AuditReport,
     CompileCache,
@@ -31,9 +31,10 @@ from phloem.runtime.grammar.base import (
     backend,
     cache_key,
 )
-from phloem.runtime.grammar.compile import Served, Static, Vetting, Workers, serve
+from phloem.runtime.grammar.compile import WARM_SPEC, Workers, serve
+from phloem.runtime.grammar.static import Statics
 from phloem.runtime.grammar.vocabulary import Vocabulary
-from phloem.runtime.grammar.xgrammar import XGrammar, XGrammarGrammar, compile_static, read_static
+from phloem.runtime.grammar.xgrammar import XGrammar, XGrammarGrammar
 from phloem.runtime.request import GrammarSpec, Request
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ class Grammars:
         self._lock = threading.Lock()
         self._threads, self._pool = threads, None
         self._workers = Workers(self.vocabulary, self._limits)
+        self._statics = Statics(self._workers, self.vocabulary)
         self._fills, self._fill_seconds, self._compile_seconds = 0, 0.0, 0.0
         self._refused = self._timeouts = 0
         self._compile_times, self._fill_times = Times.of(COMPILE_BOUNDS), dict[str, Times]()
@@ -109,10 +111,12 @@ class Grammars:
         return pending
 
     def warm(self) -> None:
-        """Make, in the background, what the first requests would wait for: the vocabulary, `json_object`, a worker (C5). For servers."""
+        """Make, in the background, what the first requests would wait for: the vocabulary, `json_object`, the engines, a worker (C5).
+        For servers."""
         if self.eos_id is not None:
             self._executor().submit(self._find, Pending(self, GrammarSpec(kind="json_object", source=""), ()))
             self._executor().submit(self._workers.warm)
+            self._executor().submit(self._load)
 
     def counters(self) -> GrammarCounters:
         return GrammarCounters(
@@ -171,37 +175,29 @@ class Grammars:
 
     def _compile(self, key: str, spec: GrammarSpec) -> None:
         start, killed = time.perf_counter(), self._workers.killed
-        vetting: Vetting | None = None
-        compiled: Served | None = None
         try:
-            if spec.trusted or spec.kind in VETTED:
-                compiled = serve(route(spec, self._limits), self.vocabulary(), self._limits)
-            else:
-                vetting = self._workers.vet(spec)
-                compiled = serve(vetting.route, self.vocabulary(), self._limits, _quickly)
+            vetted = None if spec.trusted or spec.kind in VETTED else self._workers.vet(spec)
+            path, make = (route(spec, self._limits), backend) if vetted is None else (vetted, _quickly)
+            compiled = serve(path, self.vocabulary(), self._limits, make)
         except Exception as error:
             self._refused += 1
             self._timeouts += self._workers.killed > killed
             self.cache.reject(key, error)
         else:
             self.cache.resolve(key, compiled)
+            if vetted is not None and isinstance(compiled.compiled, XGrammarGrammar):
+                self._statics.want(compiled.compiled, vetted.spec)
         self._compile_times.add(time.perf_counter() - start)
         self._compile_seconds += time.perf_counter() - start
-        if vetting is not None:
-            static = vetting.static()  # also gives the worker back
-            if static is not None and compiled is not None and isinstance(compiled.compiled, XGrammarGrammar):
-                self._adopt(compiled.compiled, vetting.route.spec, static)
 
-    def _adopt(self, grammar: XGrammarGrammar, spec: GrammarSpec, static: Static) -> None:
-        """Later cursors use the static grammar, which a worker has made within its limits (C4)."""
-        start = time.perf_counter()
-        vocabulary = self.vocabulary()
-        grammar.use(compile_static(spec, vocabulary) if static.blob is None else read_static(static.blob, vocabulary))
-        self._compile_seconds += time.perf_counter() - start
+    def _load(self) -> None:
+        """xgrammar here too: it takes a second. llguidance comes with json_object."""
+        if is_audited("xgrammar"):
+            serve(Route(WARM_SPEC, ("xgrammar",)), self.vocabulary(), self._limits, _quickly)
 
 
 def _quickly(name: str) -> GrammarBackend:
-    """Engines for a grammar that is vetted: xgrammar's static form comes later, from the worker."""
+    """Engines for a grammar that is vetted: xgrammar's static form comes later (static.py)."""
     return XGrammar(static_seconds=0) if name == "xgrammar" else backend(name)
 
 

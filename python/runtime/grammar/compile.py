@@ -3,7 +3,9 @@
     engine process                                    worker (worker.py), spawned when first needed
     thread of the service ──job: spec, limits──────>  route, compile, first mask        at 5 s of CPU or 1 GiB: killed
        compile again, from  <─────────vetted: route─
-       what is now known    <─static: seconds, blob─  xgrammar's static grammar, while the request already runs (F7, C4)
+       what is now known
+    static.py ──job: the route's spec, static──────>  xgrammar's static grammar, when nobody waits for a compiler (F7, C4)
+                            <─static: seconds, blob─
 
 A thread inside C++ cannot be stopped; a process can. One job at a time each, so a killed worker takes nobody else's with it (C2).
 """
@@ -33,13 +35,21 @@ from phloem.runtime.grammar.vocabulary import Vocabulary
 from phloem.runtime.request import GrammarSpec
 
 __all__ = [
-    "Broken", "Hello", "Job", "Ready", "Refused", "Served", "Static", "Vetted", "Vetting", "Workers", "read_frame", "serve", "write_frame",
+    "Broken", "Hello", "Job", "Ready", "Refused", "Served", "Static", "Vetted", "WARM_SPEC", "Workers", "read_frame", "serve", "write_frame",
 ]  # fmt: skip
 
 WALL_FACTOR, LEAST_WALL = 6, 10.0
 """A worker that has used neither its CPU time nor its memory is killed after so many times its CPU limit, in seconds at least the second."""
 START_SECONDS = 60.0
 """A worker loads its engines within a second of CPU; it has this long for it, however loaded the machine is."""
+QUIET_SECONDS = 0.25
+"""Since the last job of a request: a static grammar before that would keep the next of a burst of new schemas waiting, by some 6 ms."""
+WARM_SPEC = GrammarSpec(
+    kind="json_schema",
+    source='{"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}}, "required": ["a"], '
+    '"additionalProperties": false}',
+)
+"""What every engine takes: serving it once loads the engine and builds what its first mask needs."""
 
 
 # ----------------------------------------------------------------------------------------------------------------- compiling
@@ -131,18 +141,20 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Job(msgspec.Struct, frozen=True, tag=True):
+    """static: make xgrammar's static grammar of this vetted spec; else see whether it can be served at all."""
+
     spec: GrammarSpec
     limits: dict[str, int | float]
+    static: bool = False
 
 
 class Vetted(msgspec.Struct, frozen=True, tag=True):
-    """It compiles, and its first mask is there. engine: that did it.   spec: with the lowered source.   static: one more frame follows."""
+    """It compiles, and its first mask is there. engine: that did it.   spec: with the lowered source."""
 
     spec: GrammarSpec
     engine: str
     lowered: tuple[tuple[str, str], ...]
     dropped: tuple[tuple[str, str], ...]
-    static: bool
 
 
 class Static(msgspec.Struct, frozen=True, tag=True):
@@ -200,9 +212,9 @@ def _read(fd: int, size: int, deadline: float | None) -> bytes:
 
 
 class Workers:
-    """At most `most` processes that compile, started when needed and kept. Thread-safe; `vet` blocks its thread.
+    """At most `most` processes that compile, started when needed and kept. Thread-safe; `vet` and `static` block their thread.
 
-    killed: how many had to be.
+    killed: how many had to be, of those that vetted.
     """
 
     def __init__(self, vocabulary: Callable[[], Vocabulary], limits: Limits, most: int = 2) -> None:
@@ -212,30 +224,45 @@ class Workers:
         self._idle: list[_Worker] = []
         self._all: set[_Worker] = set()
         self._starting = self._waiting = 0
+        self._vetted_at = time.monotonic()  # when a request last had to do with a worker
         self._failure: BaseException | None = None  # of a start, to be told to one that waits
         self._closed = False
 
-    def vet(self, spec: GrammarSpec) -> Vetting:
+    def vet(self, spec: GrammarSpec) -> Route:
         """Compile once where that can be killed. Raises GrammarError for what was refused, or took too much."""
         worker = self._take()
         try:
-            worker.send(Job(spec, {name: getattr(self.limits, name) for name in self.limits.__dataclass_fields__}))
-            word = worker.read(max(self.limits.cpu_seconds * WALL_FACTOR, LEAST_WALL))
+            word = self._ask(worker, Job(spec, self._bounds()))
         except (EOFError, OSError, TimeoutError):
             raise self._lost(worker, spec.kind) from None
         except BaseException:
             self._drop(worker)
             raise
+        self._give(worker)
         if isinstance(word, Refused):
-            self._give(worker)
             raise GrammarError(word.message, param=word.param, code=word.code)
         if isinstance(word, Broken):
-            self._give(worker)
             raise PhloemError(f"compiling the {spec.kind.replace('_', ' ')} failed: {word.message[:300]}. Please report this.")
         assert isinstance(word, Vetted)
-        if not word.static:
-            self._give(worker)
-        return Vetting(self, word, worker if word.static else None)
+        return Route(word.spec, (word.engine,), word.lowered, word.dropped)
+
+    def static(self, spec: GrammarSpec, quiet: float = QUIET_SECONDS) -> Static | None:
+        """xgrammar's static grammar of a vetted spec, once no request had to do with a worker for `quiet` seconds. May wait for long.
+
+        None: it took too much, or the workers were closed. The dynamic grammar serves on.
+        """
+        worker = self._take_quietly(quiet)
+        if worker is None:
+            return None
+        try:
+            word = self._ask(worker, Job(spec, self._bounds(), static=True))
+        except BaseException as error:
+            self._drop(worker, counts=False)
+            if isinstance(error, (EOFError, OSError, TimeoutError)):
+                return None
+            raise
+        self._give(worker, of_request=False)
+        return word if isinstance(word, Static) else None
 
     def warm(self) -> None:
         """Have one of them started, without waiting for it."""
@@ -259,19 +286,14 @@ class Workers:
         with self._changed:
             return len(self._all)
 
-    # ---- for Vetting ---------------------------------------------------------------------------------------------------
-
-    def static_of(self, worker: _Worker) -> Static | None:
-        """The frame that follows Vetted; None if the worker had to be killed over it."""
-        try:
-            word = worker.read(max(self.limits.cpu_seconds * WALL_FACTOR, LEAST_WALL))
-        except (EOFError, OSError, TimeoutError):
-            self._drop(worker)
-            return None
-        self._give(worker)
-        return word if isinstance(word, Static) else None
-
     # ---- inside --------------------------------------------------------------------------------------------------------
+
+    def _bounds(self) -> dict[str, int | float]:
+        return {name: getattr(self.limits, name) for name in self.limits.__dataclass_fields__}
+
+    def _ask(self, worker: _Worker, job: Job) -> Any:
+        worker.send(job)
+        return worker.read(max(self.limits.cpu_seconds * WALL_FACTOR, LEAST_WALL))
 
     def _take(self) -> _Worker:
         """An idle one; else whichever comes first, one that is given back or one that is started."""
@@ -290,6 +312,20 @@ class Workers:
                 raise EngineClosedError("the engine was closed.")
             finally:
                 self._waiting -= 1
+                self._vetted_at = time.monotonic()
+
+    def _take_quietly(self, quiet: float) -> _Worker | None:
+        """An idle one, when no other is busy and no request was there for so long. Starts none. None: closed."""
+        with self._changed:
+            while not self._closed:
+                left = self._vetted_at + quiet - time.monotonic()
+                if self._waiting or not self._idle or len(self._idle) < len(self._all):
+                    self._changed.wait()  # whoever gives a worker back says so
+                elif left > 0:
+                    self._changed.wait(left)
+                else:
+                    return self._idle.pop()
+            return None
 
     def _start_one(self) -> None:
         if len(self._all) + self._starting < self._most and not self._closed:
@@ -314,17 +350,19 @@ class Workers:
         if worker is not None and closed:
             worker.kill()
 
-    def _give(self, worker: _Worker) -> None:
+    def _give(self, worker: _Worker, of_request: bool = True) -> None:
         with self._changed:
             if not self._closed:
                 self._idle.append(worker)
+            if of_request:
+                self._vetted_at = time.monotonic()
             self._changed.notify_all()
 
-    def _drop(self, worker: _Worker) -> None:
+    def _drop(self, worker: _Worker, counts: bool = True) -> None:
         worker.kill()
         with self._changed:
             self._all.discard(worker)
-            self.killed += not self._closed
+            self.killed += counts and not self._closed
             self._changed.notify_all()
 
     def _lost(self, worker: _Worker, kind: str) -> PhloemError:
@@ -339,18 +377,6 @@ class Workers:
             param=kind,
             code="invalid_json_schema" if kind == "json_schema" else "invalid_grammar",
         )
-
-
-class Vetting:
-    """What a worker found. `static`, if asked for, waits for the rest and gives the worker back; else call `done`."""
-
-    def __init__(self, workers: Workers, word: Vetted, worker: _Worker | None) -> None:
-        self._workers, self._worker = workers, worker
-        self.route = Route(word.spec, (word.engine,), word.lowered, word.dropped)
-
-    def static(self) -> Static | None:
-        worker, self._worker = self._worker, None
-        return None if worker is None else self._workers.static_of(worker)
 
 
 class _Worker:

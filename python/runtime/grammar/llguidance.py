@@ -6,7 +6,6 @@ of its switches would unsay the schema, `lenient` and `coerce_one_of`: never set
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import threading
 import weakref
@@ -18,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phloem.runtime.errors import GrammarError
-from phloem.runtime.grammar.base import AuditReport, Limits, NotMine, mask_mode
+from phloem.runtime.grammar.base import AuditReport, Limits, NotMine, mask_mode, version_of
 from phloem.runtime.grammar.engine_cursor import EngineCursor, Rules
 from phloem.runtime.grammar.free_text import free_strings
 from phloem.runtime.grammar.regex_syntax import parse_regex, portable_pattern
@@ -41,7 +40,7 @@ class LLGuidance:
     name = "llguidance"
 
     def __init__(self) -> None:
-        self.version = importlib.metadata.version("llguidance")
+        self.version = version_of("llguidance")
 
     def compile(self, spec: GrammarSpec, vocabulary: Vocabulary, limits: Limits) -> LLGrammar:
         """Raises GrammarError for what it refuses, NotMine for EBNF and structural tags."""

@@ -1,6 +1,6 @@
 """The process that compiles grammars of strangers: one job at a time, under a limit of CPU time and memory. Ends with its pipe.
 
-    stdin  Hello, Job, Job, …       stdout  Ready, then Vetted [Static] | Refused, for each job
+    stdin  Hello, Job, Job, …       stdout  Ready, then Vetted | Static | Refused | Broken, for each job
 
 Never imports torch: xgrammar asks for it, and for transformers, for conveniences that nobody uses here.
 """
@@ -20,7 +20,19 @@ from typing import Any
 from phloem.runtime.errors import PhloemError
 from phloem.runtime.grammar.audit import Route, is_audited, route
 from phloem.runtime.grammar.base import GrammarBackend, Limits, backend
-from phloem.runtime.grammar.compile import Broken, Hello, Job, Ready, Refused, Static, Vetted, read_frame, serve, write_frame
+from phloem.runtime.grammar.compile import (
+    WARM_SPEC,
+    Broken,
+    Hello,
+    Job,
+    Ready,
+    Refused,
+    Static,
+    Vetted,
+    read_frame,
+    serve,
+    write_frame,
+)
 from phloem.runtime.grammar.vocabulary import Vocabulary
 from phloem.runtime.request import GrammarSpec
 
@@ -41,8 +53,7 @@ def main() -> None:
     while True:
         job = inbox.get()
         _limit(job.limits)
-        for word in answers(job, vocabulary):
-            write_frame(replies, word)
+        write_frame(replies, answer(job, vocabulary))
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
@@ -55,11 +66,10 @@ def _listen(fd: int, inbox: queue.SimpleQueue[Any]) -> None:
 
 
 def _warm(vocabulary: Vocabulary) -> None:
-    """Engines are loaded before the first job, whose time and memory theirs is not."""
+    """Engines are loaded before the first job, whose time and memory theirs is not. With a mask: xgrammar's first one takes 150 ms."""
     for name in ("llguidance", "xgrammar"):
         if is_audited(name):
-            spec = GrammarSpec(kind="json_schema", source='{"type": "boolean"}')
-            _make(name).compile(spec, vocabulary, Limits()).cursor()
+            serve(Route(WARM_SPEC, (name,)), vocabulary, Limits(), _make)
 
 
 def _limit(limits: dict[str, int | float]) -> None:
@@ -87,22 +97,23 @@ def vocabulary_of(hello: Hello) -> Vocabulary:
     return Vocabulary(hello.tokens, stop_ids=hello.stop_ids, special_ids=hello.special_ids, width=hello.width, encode=encode)
 
 
-def answers(job: Job, vocabulary: Vocabulary) -> Any:
-    """The frames that answer a job, as they become known."""
+def answer(job: Job, vocabulary: Vocabulary) -> Vetted | Static | Refused | Broken:
     limits = Limits(**job.limits)  # type: ignore[arg-type]
     try:
-        path = route(job.spec, limits)
-        served = serve(path, vocabulary, limits, _make)
-        taken = path if path.fallback is None or served.report.dropped == path.dropped else path.fallback
-        yield Vetted(taken.spec, served.report.backend, taken.lowered, taken.dropped, served.report.backend == "xgrammar")
-        if served.report.backend == "xgrammar":
-            yield _static(taken, vocabulary, limits)
+        return _static(job.spec, vocabulary) if job.static else _vetted(job.spec, vocabulary, limits)
     except PhloemError as error:
-        yield Refused(error.message, error.param, error.code)
+        return Refused(error.message, error.param, error.code)
     except MemoryError:
-        yield Refused("the constraint cannot be served: compiling it took too much memory. Simplify it.", job.spec.kind, None)
+        return Refused("the constraint cannot be served: compiling it took too much memory. Simplify it.", job.spec.kind, None)
     except Exception as error:
-        yield Broken(f"{type(error).__name__}: {error}")
+        return Broken(f"{type(error).__name__}: {error}")
+
+
+def _vetted(spec: GrammarSpec, vocabulary: Vocabulary, limits: Limits) -> Vetted:
+    path = route(spec, limits)
+    served = serve(path, vocabulary, limits, _make)
+    taken = path if path.fallback is None or served.report.dropped == path.dropped else path.fallback
+    return Vetted(taken.spec, served.report.backend, taken.lowered, taken.dropped)
 
 
 def _make(name: str) -> GrammarBackend:
@@ -114,11 +125,12 @@ def _make(name: str) -> GrammarBackend:
     return XGrammar(static_seconds=0)
 
 
-def _static(path: Route, vocabulary: Vocabulary, limits: Limits) -> Static:
+def _static(spec: GrammarSpec, vocabulary: Vocabulary) -> Static:
+    without_torch()
     from phloem.runtime.grammar.xgrammar import compile_static
 
     start = time.perf_counter()
-    grammar = compile_static(path.spec, vocabulary)
+    grammar = compile_static(spec, vocabulary)
     seconds = time.perf_counter() - start
     return Static(seconds, None if seconds < CHEAP_SECONDS else str(grammar.serialize_json()))
 

@@ -10,7 +10,6 @@ in the background, for later cursors (F7). The vocabulary is raw bytes; specials
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import json
 import threading
 import weakref
@@ -23,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phloem.runtime.errors import GrammarError
-from phloem.runtime.grammar.base import AuditReport, Limits, NotMine, mask_mode
+from phloem.runtime.grammar.base import AuditReport, Limits, NotMine, mask_mode, version_of
 from phloem.runtime.grammar.engine_cursor import EngineCursor, Rules
 from phloem.runtime.grammar.forced import canonical_run
 from phloem.runtime.grammar.free_text import free_strings
@@ -53,7 +52,7 @@ class XGrammar:
     name = "xgrammar"
 
     def __init__(self, static_seconds: float = STATIC_SECONDS) -> None:
-        self.version = importlib.metadata.version("xgrammar")
+        self.version = version_of("xgrammar")
         self._static_seconds = static_seconds
 
     def compile(self, spec: GrammarSpec, vocabulary: Vocabulary, limits: Limits) -> XGrammarGrammar:

@@ -20,6 +20,7 @@ from phloem.runtime.grammar import audit
 from phloem.runtime.grammar import compile as compiling
 from phloem.runtime.grammar.base import Limits
 from phloem.runtime.grammar.compile import Workers
+from phloem.runtime.grammar.static import Statics
 from phloem.runtime.grammar.vocabulary import Vocabulary
 from phloem.runtime.request import GrammarSpec
 
@@ -58,18 +59,17 @@ def alive(pid: int) -> bool:
 
 def test_a_worker_vets_and_is_kept(workers: Workers) -> None:
     assert workers.num_alive() == 0  # started when first needed
-    vetting = workers.vet(schema({"type": "object", "properties": {"d": {"type": "string", "format": "date"}}}))
-    assert vetting.route.engines == ("llguidance",) and ("/properties/d", "format") in vetting.route.lowered
-    assert vetting.static() is None
+    path = workers.vet(schema({"type": "object", "properties": {"d": {"type": "string", "format": "date"}}}))
+    assert path.engines == ("llguidance",) and ("/properties/d", "format") in path.lowered
     closed = workers.vet(schema(CLOSED))
-    assert closed.route.engines == ("xgrammar",)
-    static = closed.static()
+    assert closed.engines == ("xgrammar",)
+    static = workers.static(closed.spec, quiet=0)
     assert static is not None and static.seconds > 0
     assert workers.num_alive() == 1 and workers.killed == 0
 
 
 def test_a_worker_never_imports_torch(workers: Workers) -> None:
-    workers.vet(schema(CLOSED)).static()
+    workers.static(workers.vet(schema(CLOSED)).spec, quiet=0)
     (pid,) = pids(workers)
     assert "torch" not in Path(f"/proc/{pid}/maps").read_text()
 
@@ -79,24 +79,24 @@ def test_a_refusal_comes_back_whole(workers: Workers) -> None:
     with pytest.raises(GrammarError, match="'uniqueItems'") as caught:
         workers.vet(schema({"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}))
     assert caught.value.param == "json_schema/properties/a" and caught.value.code == "invalid_json_schema"
-    dropped = workers.vet(schema({"type": "array", "uniqueItems": True}, strict=False)).route.dropped
+    dropped = workers.vet(schema({"type": "array", "uniqueItems": True}, strict=False)).dropped
     assert dropped == (("", "uniqueItems"),)
 
 
 @pytest.mark.case("C-STRUCT-13")
 def test_too_much_time_kills_the_worker_and_the_next_job_gets_another(workers: Workers) -> None:
-    workers.vet(schema(CLOSED)).static()
+    workers.vet(schema(CLOSED))
     workers.limits = Limits(cpu_seconds=0.05)
     with pytest.raises(GrammarError, match=r"took more than 0\.05 s") as caught:
         workers.vet(schema(bushy(5)))
     assert caught.value.code == "invalid_json_schema"
     assert workers.killed == 1 and workers.num_alive() == 0
     workers.limits = Limits()
-    assert workers.vet(schema({"type": "boolean"})).route.engines == ("token_fsm",)
+    assert workers.vet(schema({"type": "boolean"})).engines == ("token_fsm",)
 
 
 def test_too_much_memory_is_a_refusal(workers: Workers) -> None:
-    workers.vet(schema(CLOSED)).static()
+    workers.vet(schema(CLOSED))
     workers.limits = Limits(worker_bytes=1 << 20)
     with pytest.raises(GrammarError, match="memory"):
         workers.vet(schema(bushy(5)))
@@ -108,14 +108,14 @@ def test_a_killed_worker_is_an_error_of_its_job_alone(workers: Workers) -> None:
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(GrammarError, match="too much time or memory"):
         workers.vet(schema({"type": "boolean"}))
-    assert workers.vet(schema({"type": "boolean"})).route.engines == ("token_fsm",)
+    assert workers.vet(schema({"type": "boolean"})).engines == ("token_fsm",)
 
 
 def test_who_waits_for_a_worker_gets_it(workers: Workers) -> None:
     done: list[int] = []
 
     def vet(i: int) -> None:
-        workers.vet(schema({"enum": [i, f"x{i}"]})).static()
+        workers.vet(schema({"enum": [i, f"x{i}"]}))
         done.append(i)
 
     threads = [threading.Thread(target=vet, args=(i,)) for i in range(4)]
@@ -137,7 +137,7 @@ def test_nobody_waits_for_a_start_when_another_worker_is_free(smollm2: Vocabular
     """Starting one takes most of a second; what is given back meanwhile takes the job."""
     workers, gate = Workers(lambda: smollm2, Limits(), most=2), threading.Event()
     try:
-        busy = workers.vet(schema(CLOSED))  # keeps its worker until its static grammar is asked for
+        busy = workers._take()
         made = workers._vocabulary
         monkeypatch.setattr(workers, "_vocabulary", lambda: (gate.wait(60), made())[1])
         found: list[Any] = []
@@ -145,12 +145,71 @@ def test_nobody_waits_for_a_start_when_another_worker_is_free(smollm2: Vocabular
         waiter.start()
         while not workers._starting:
             time.sleep(0.001)
-        assert busy.static() is not None
+        workers._give(busy)
         waiter.join(60)
         assert len(found) == 1 and not gate.is_set()
     finally:
         gate.set()
         workers.close()
+
+
+def test_a_static_grammar_waits_for_requests(smollm2: Vocabulary) -> None:
+    """Neither while one is compiled, nor for a while after; and whoever waits for an idle moment goes with the workers."""
+    workers, found = Workers(lambda: smollm2, Limits(), most=2), list[Any]()
+    try:
+        closed = workers.vet(schema(CLOSED)).spec
+        busy = workers._take()
+        thread = threading.Thread(target=lambda: found.append(workers.static(closed, quiet=0)))
+        thread.start()
+        thread.join(0.2)
+        assert thread.is_alive() and not found and workers.num_alive() == 1
+        workers._give(busy)
+        thread.join(60)
+        assert found.pop() is not None
+        thread = threading.Thread(target=lambda: found.append(workers.static(closed, quiet=3600)))
+        thread.start()
+        thread.join(0.2)
+        assert thread.is_alive()
+    finally:
+        workers.close()
+    thread.join(60)
+    assert found == [None]
+
+
+class _Grammar:
+    """As much of an XGrammarGrammar as Statics touches."""
+
+    def __init__(self) -> None:
+        self.used = threading.Event()
+
+    def use(self, compiled: Any) -> None:
+        self.used.set()
+
+
+def test_static_grammars_are_made_for_those_that_are_still_kept(workers: Workers, smollm2: Vocabulary) -> None:
+    """And one that takes too much is let go, with its worker, and refuses nothing."""
+    made, kept, gone = Statics(workers, lambda: smollm2), _Grammar(), _Grammar()
+    asked, original = list[str](), workers.static
+    workers.static = lambda spec, quiet=0.0: (asked.append(spec.source), original(spec, 0))[1]  # type: ignore[method-assign]
+    first = workers.vet(schema(CLOSED)).spec
+    busy = workers._take()
+    made.want(kept, first)  # type: ignore[arg-type]
+    made.want(gone, schema({}))  # type: ignore[arg-type]
+    del gone
+    workers._give(busy)
+    assert kept.used.wait(60)
+    kept.used.clear()
+    made.want(kept, first)  # type: ignore[arg-type]
+    assert kept.used.wait(60)
+    assert set(asked) == {first.source}
+    large = workers.vet(
+        schema({**CLOSED, "properties": {f"p{i}": {"type": "string"} for i in range(500)}, "required": []})
+    ).spec
+    workers.limits = Limits(cpu_seconds=0.05)
+    assert original(large, 0) is None
+    assert workers.killed == 0 and workers.num_alive() == 0
+    workers.limits = Limits()
+    assert workers.vet(schema(CLOSED)).engines == ("xgrammar",)
 
 
 def test_a_start_that_fails_is_an_error_of_the_job(smollm2: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +219,7 @@ def test_a_start_that_fails_is_an_error_of_the_job(smollm2: Vocabulary, monkeypa
             patch.setattr("sys.executable", "/bin/false")
             with pytest.raises(PhloemError, match="did not start"):
                 workers.vet(schema({"type": "boolean"}))
-        assert workers.vet(schema({"type": "boolean"})).route.engines == ("token_fsm",)
+        assert workers.vet(schema({"type": "boolean"})).engines == ("token_fsm",)
     finally:
         workers.close()
 
@@ -193,6 +252,7 @@ def test_no_worker_outlives_its_engine() -> None:
 import json, os, sys, threading, time
 from phloem.runtime.grammar.base import Limits
 from phloem.runtime.grammar.compile import Workers
+from phloem.runtime.grammar.static import Statics
 from phloem.runtime.request import GrammarSpec
 from tests.runtime.grammar.oracle import toy_vocabulary
 from tests.runtime.grammar.test_compile import bushy, schema
@@ -236,8 +296,9 @@ BOMBS: dict[str, tuple[Any, str | None]] = {
 def test_bombs_are_served_or_refused_within_their_time(name: str, bomb_workers: Workers) -> None:
     value, refusal = BOMBS[name]
     if refusal is None:
-        vetting = bomb_workers.vet(schema(value))
-        vetting.static()
+        path = bomb_workers.vet(schema(value))
+        if path.engines == ("xgrammar",):
+            bomb_workers.static(path.spec, quiet=0)
     else:
         with pytest.raises(GrammarError, match=refusal):
             bomb_workers.vet(schema(value))

@@ -9,6 +9,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from phloem.runtime.errors import GrammarError
 from phloem.runtime.grammar.compile import Served
@@ -19,22 +20,30 @@ CLOSERS = ('"', "}", "]", '"}', '"]', "]}", "}}", '",', '"}}', '"]}', "0", "1", 
 MAX_TOKENS = 400
 
 
-def closers(vocabulary: Vocabulary) -> set[int]:
-    texts = {text.encode() for text in CLOSERS}
-    return {i for i in vocabulary.text_ids if vocabulary.tokens[i] in texts} | set(vocabulary.stop_ids)
+def closers(vocabulary: Vocabulary) -> NDArray[np.int32]:
+    """A mask of them, stop ids too."""
+    texts, row = {text.encode() for text in CLOSERS}, vocabulary.stop_mask.view(np.uint32).copy()
+    for i in vocabulary.text_ids:
+        if vocabulary.tokens[i] in texts:
+            row[i >> 5] |= np.uint32(1 << (i & 31))
+    return row.view(np.int32)
 
 
-def generate(grammar: Served, vocabulary: Vocabulary, rng: random.Random, likely: set[int]) -> str | None:
+def ids_of(row: NDArray[np.int32]) -> NDArray[np.intp]:
+    return np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
+
+
+def generate(grammar: Served, vocabulary: Vocabulary, rng: random.Random, likely: NDArray[np.int32]) -> str | None:
     """A finished text, or None when MAX_TOKENS were not enough."""
     cursor, row, ids = grammar.cursor(), np.empty(vocabulary.num_words, np.int32), list[int]()
     for _ in range(MAX_TOKENS):
         if cursor.done:
             return vocabulary.join(ids).decode()
         cursor.fill(row)
-        legal = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()
-        assert legal, f"a dead end behind {vocabulary.join(ids)!r}"
-        closing = [i for i in legal if i in likely]
-        token = rng.choice(closing if closing and rng.random() < 0.7 else legal)
+        assert row.any(), f"a dead end behind {vocabulary.join(ids)!r}"
+        closing = row & likely
+        drawn_from = ids_of(closing if closing.any() and rng.random() < 0.7 else row)
+        token = int(drawn_from[rng.randrange(len(drawn_from))])
         assert cursor.accept(token)
         if token in vocabulary.stop_ids:
             return vocabulary.join(ids).decode()
