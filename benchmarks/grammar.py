@@ -7,12 +7,14 @@ first mask   audit, lowering, compiling and the first mask of each of the real s
 fill         each mask along the valid instances of these schemas, by engine
 steps        sampled tokens among all tokens of tool arguments, in the schemas' own valid instances
 jump         tokens a second of JSON output, forced runs taken at once against one by one, in turn
-free         a constrained string against plain decoding, batch 1 and 16, in turn
+free         a constrained string against plain decoding, batch 1 and 16: pairs in random order, decode steps alone; its share of
+             the host by CPU time on one thread, which a busy machine changes little
 """
 
 from __future__ import annotations
 
 import json
+import random
 import statistics
 import sys
 import time
@@ -82,13 +84,14 @@ def first_masks(vocabulary: Vocabulary, rows: list[dict[str, Any]]) -> list[tupl
 def strangers(vocabulary: Vocabulary, eos: int, rows: list[dict[str, Any]]) -> None:
     service = Grammars(lambda: vocabulary, eos)
     try:
+        service.warm()  # as a server does at its start
         seconds = []
-        for i, row in enumerate([{"schema": {"type": "boolean"}}, *rows]):
+        for i, row in enumerate([{"schema": {"type": "boolean"}}, {"schema": TICKET}, *rows]):
             request = Request(id=f"r{i}", token_ids=(1,), grammar=spec_of(row["schema"], trusted=False))
             start = time.perf_counter()
             pending = service.begin(request)
             pending.wait(60)
-            if i:
+            if i > 1:
                 seconds.append(time.perf_counter() - start)
         summary("first mask, worker", seconds, "ms", 1e3, f"{len(seconds)} real schemas of strangers, refusals too")
     finally:
@@ -219,31 +222,57 @@ FREE: dict[str, Any] = {
 """A string that never ends, by the engine that its schema goes to."""
 
 
-def free(engine: phloem.Engine, repeat: int, tokens: int) -> None:
+def free(engine: phloem.Engine, pairs: int, tokens: int, only_cpu: bool = False) -> None:
+    """The first step is taken off each run, by a run of one drawn token beside it: there a prompt's end, a forced start and a
+    cursor are computed, which are not decoding. A pair is a plain and a constrained run next to each other, either one first.
+    """
+    rng = random.Random(0)
     for batch in (1, 16):
         prompts = [f"Story {i}: once upon a time there was " for i in range(batch)]
-        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
 
-        def run(constraint: dict[str, Any]) -> Callable[[int], float]:
-            def once(_: int) -> float:
-                before, start = engine.stats().steps, time.perf_counter()
-                outputs = engine.generate(prompts, sampling, **constraint)  # noqa: B023
-                seconds = time.perf_counter() - start
-                assert all(len(o.token_ids) == tokens for o in outputs)
-                return seconds / (engine.stats().steps - before)  # by step: what is forced at the start costs none
+        def timed(constraint: dict[str, Any], count: int) -> tuple[float, float, int]:
+            """(wall seconds, CPU seconds of this thread, steps) of a run that draws `count` tokens a prompt."""
+            forced = constraint.get("forced", 0)
+            options = {k: v for k, v in constraint.items() if k != "forced"}
+            sampling = SamplingParams(temperature=0, max_tokens=count + forced, ignore_eos=True)
+            before, cpu, start = engine.stats().steps, time.thread_time(), time.perf_counter()
+            outputs = engine.generate(prompts, sampling, **options)  # noqa: B023
+            found = (time.perf_counter() - start, time.thread_time() - cpu, engine.stats().steps - before)
+            assert all(len(o.token_ids) == count + forced and o.usage.forced_tokens == forced for o in outputs)
+            return found
 
-            return once
+        def decode(constraint: dict[str, Any]) -> tuple[float, float]:
+            """Seconds a decode step: wall, CPU."""
+            one, many = timed(constraint, 1), timed(constraint, tokens)
+            assert many[2] - one[2] == tokens - 1, "a decode step is a drawn token"
+            return (many[0] - one[0]) / (tokens - 1), (many[1] - one[1]) / (tokens - 1)
 
-        bound = {name: {"json_schema": schema, "trusted": True, "json_whitespace": "spaced"} for name, schema in FREE.items()}
-        runs = {"plain": run({}), **{name: run(constraint) for name, constraint in bound.items()}}
-        for each in runs.values():
-            each(0)
-        found = interleaved(2 * repeat, **runs)
-        plain = median(found["plain"])
-        for name in FREE:
-            constrained = median(found[name])
-            workload = f"batch {batch}, {name}"
-            record("step, constrained string", constrained * 1e3, "ms", workload, over_plain=round(constrained / plain, 4))
+        for name, schema in FREE.items():
+            bound: dict[str, Any] = {"json_schema": schema, "trusted": True, "json_whitespace": "spaced"}
+            bound["forced"] = engine.generate(
+                prompts[0], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), **bound
+            ).usage.forced_tokens
+            both: list[dict[str, Any]] = [{}, bound]
+            for constraint in both:
+                decode(constraint)  # prompts are in the tree, the grammar in the cache
+            found: list[tuple[tuple[float, float], ...]] = []
+            for _ in range(pairs):
+                order = [0, 1] if rng.random() < 0.5 else [1, 0]
+                times = {i: decode(both[i]) for i in order}
+                found.append((times[0], times[1]))
+            clocks = ((1, "CPU, one thread"),) if only_cpu else ((0, "wall"),)
+            for clock, what in clocks:
+                ratios = [constrained[clock] / plain[clock] for plain, constrained in found]
+                record(
+                    "decode step, constrained string",
+                    median([constrained[clock] for _, constrained in found]) * 1e3,
+                    "ms",
+                    f"batch {batch}, {name}, {what}",
+                    over_plain=round(median(ratios), 4),
+                    quartiles=[round(quantile(ratios, q), 4) for q in (0.25, 0.75)],
+                    plain=round(median([plain[clock] for plain, _ in found]) * 1e3, 4),
+                    pairs=pairs,
+                )
 
 
 def main() -> None:
@@ -270,7 +299,10 @@ def main() -> None:
         if wants("jump"):
             jump(engine, rows, repeat)
         if wants("free"):
-            free(engine, repeat, 16 if quick else 48)
+            free(engine, 3 if quick else 15, 16 if quick else 48)
+    if wants("free"):
+        with phloem.Engine(kv_tokens=16_384, threads=1) as engine:
+            free(engine, 3 if quick else 15, 16 if quick else 48, only_cpu=True)
 
 
 if __name__ == "__main__":

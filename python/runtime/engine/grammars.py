@@ -248,10 +248,11 @@ class Pending:
 class Timed:
     """A cursor whose masks are counted, and whose request ends when they are too slow for its neighbours (C6)."""
 
-    __slots__ = ("_cursor", "_service", "_slow", "report")
+    __slots__ = ("_cursor", "_service", "_slow", "_times", "report")
 
     def __init__(self, cursor: Cursor, service: Grammars, report: AuditReport) -> None:
         self._cursor, self._service, self.report, self._slow = cursor, service, report, 0
+        self._times = service._fill_times.setdefault(report.backend, Times.of(FILL_BOUNDS))
 
     @property
     def done(self) -> bool:
@@ -272,9 +273,8 @@ class Timed:
         start = time.perf_counter()
         self._cursor.fill(row)
         seconds = time.perf_counter() - start
-        service, name = self._service, self.report.backend
-        service._fill_times.setdefault(name, Times.of(FILL_BOUNDS)).add(seconds)
-        service._fills += 1
+        self._times.add(seconds)
+        self._service._fills += 1
         self._count(seconds)
 
     def accept(self, token: int) -> bool:

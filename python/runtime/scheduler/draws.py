@@ -29,7 +29,7 @@ class SpecBuilder:
     def __init__(self, scheduler: Scheduler, flight: Flight) -> None:
         self.scheduler, self.flight = scheduler, flight
         self.spec = SampleSpec()
-        self.masks = np.empty((0, scheduler.words), np.int32)  # as many as fit; num_masks of them are used
+        self.masks: NDArray[np.int32] | None = None  # as many as fit, from the first one on; num_masks of them are used
         self.num_masks = 0
 
     def build(self) -> SampleSpec:
@@ -42,7 +42,7 @@ class SpecBuilder:
                     self._list_siblings(i, q)
             elif row.end in q.unscored and len(row.targets) < row.end - row.logits_from:
                 self._probe(i, q, row.end)
-        if self.num_masks:
+        if self.masks is not None and self.num_masks:
             self.spec.masks = self.masks[: self.num_masks]
         return self.spec
 
@@ -85,9 +85,10 @@ class SpecBuilder:
 
     def _next_mask(self) -> NDArray[np.int32]:
         """The row behind the used ones, to be overwritten."""
-        if self.num_masks == len(self.masks):
-            room = max(len(self.flight.sequences), 2 * self.num_masks)
-            self.masks = np.concatenate([self.masks, np.empty((room - self.num_masks, self.scheduler.words), np.int32)])
+        if self.masks is None:
+            self.masks = np.empty((len(self.flight.sequences), self.scheduler.words), np.int32)
+        elif self.num_masks == len(self.masks):  # siblings draw from their leader's row
+            self.masks = np.concatenate([self.masks, np.empty_like(self.masks)])
         row: NDArray[np.int32] = self.masks[self.num_masks]
         return row
 
