@@ -140,6 +140,7 @@ def test_flags_reach_the_records_with_their_types(monkeypatch: pytest.MonkeyPatc
         (["--file", "x", "--lines"], "both a PROMPT and --file"),
         (["--regex", "a", "--choices", "b"], "regex and choices were given"),
         (["--json-schema", "/nothing/here"], "--json-schema: /nothing/here cannot be read"),
+        (["--grammar", "/nothing/here"], "--grammar: /nothing/here cannot be read"),
     ],
 )
 def test_wrong_usage_is_one_line_and_status_2(arguments: list[str], says: str) -> None:
@@ -184,6 +185,9 @@ def test_constraints_reach_the_output(engine: phloem.Engine, tmp_path: Path) -> 
     assert done.exit_code == 0 and json.loads(done.stdout)["a"] in (True, False)
     assert call("generate", PROMPT, *GREEDY, "--regex", "[0-9]{3}").stdout.strip().isdigit()
     assert call("generate", PROMPT, *GREEDY, "--choices", "yes", "--choices", "no").stdout in ("yes\n", "no\n")
+    ebnf = tmp_path / "answer.ebnf"
+    ebnf.write_text('root ::= "it is " ("so" | "not")')
+    assert call("generate", PROMPT, *GREEDY, "--grammar", str(ebnf)).stdout in ("it is so\n", "it is not\n")
     streamed = call("generate", PROMPT, *GREEDY, "--stream", "--choices", "yes", "--choices", "no")
     assert streamed.stdout in ("yes\n", "no\n")
     bad = call("generate", PROMPT, *GREEDY, "--regex", "(?=a)b")

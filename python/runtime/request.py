@@ -189,6 +189,8 @@ class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     open_end: a complete value also ends with any text token whose first byte cannot continue it. That token is dropped: it is in
     no output, Usage.dropped_tokens counts it, finish_reason is "grammar", and no end token is put in its place.
+    thoughts_close: id of the token that closes a model's thoughts: up to it text is free but for its end, from behind it on the
+    constraint holds. thoughts_open: id of the token that opens them, if the model may do so; None: the prompt has.
     """
 
     kind: Literal["json_schema", "json_object", "regex", "choices", "ebnf", "lark", "structural_tag"]
@@ -198,6 +200,8 @@ class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True):
     jump_forward: Literal["canonical", "permissive", "off"] = "canonical"
     open_end: bool = False
     trusted: bool = False
+    thoughts_close: int | None = None
+    thoughts_open: int | None = None
 
 
 class Support(msgspec.Struct, frozen=True):

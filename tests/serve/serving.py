@@ -78,12 +78,14 @@ _SCRIPT = re.compile(rb"\[\[(.*?)\]\]", re.DOTALL)
 
 class Script:
     """logits = f(history): what stands between [[ and ]] in the prompt is said after it, then the end. The prompt ends with the
-    last assistant header, or else with the last "]]" and all that is not yet said."""
+    last assistant header and the `opening` behind it, or else with the last "]]" and all that is not yet said."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, opening: str = "") -> None:
+        self._tokenizer, self._header = tokenizer, b"assistant\n" + opening.encode()
         self._end = tokenizer.eos_id
         self._byte_id = {tokenizer.token_bytes(i): i for i in range(256)}
+        marks = {mark: tokenizer.token_to_id(mark.decode()) for mark in (b"<think>", b"</think>")}
+        self._marks = {mark: i for mark, i in marks.items() if i is not None}
 
     def __call__(self, history: History, width: int) -> Sequence[float]:
         noise = hashed_logits(history, width)
@@ -92,12 +94,13 @@ class Script:
         if not found:
             return noise
         said = found[-1].group(1)
-        header = data.rfind(b"assistant\n")
-        start = header + len(b"assistant\n") if header > found[-1].end() else found[-1].end()
+        header = data.rfind(self._header)
+        start = header + len(self._header) if header > found[-1].end() else found[-1].end()
         so_far = data[start:]
-        wanted = (
-            self._end if so_far == said or not said.startswith(so_far) else self._byte_id[said[len(so_far) : len(so_far) + 1]]
-        )
+        rest = said[len(so_far) :]
+        wanted = self._end
+        if rest and said.startswith(so_far):
+            wanted = next((i for mark, i in self._marks.items() if rest.startswith(mark)), self._byte_id[rest[:1]])
         assert wanted is not None
         logits = list(noise)
         logits[wanted] += 100.0
@@ -233,20 +236,21 @@ def scripted_server(
     *,
     template: str | None = CHATML,
     words: Sequence[str] = (),
+    opening: str = "",
     num_pages: int = 1024,
     max_context: int = 2048,
     sampling_defaults: Mapping[str, float] = {},
     policy: Any = "prefix",
     **settings: Any,
 ) -> Server:
-    """settings: of CoreSettings."""
+    """opening: what the template puts behind the assistant's header.   settings: of CoreSettings."""
     tokenizer = byte_tokenizer(template, words)
     width = tokenizer.vocab_size
     engine = make_config(page_size=4, kv_tokens=num_pages * 4, max_context=max_context, device="reference", policy=policy)
     resolved = resolve(
         engine, Hardware(1, 1 << 40), model_context=max_context, kv_bytes_per_token_f32=64, weight_bytes=0
     )  # fmt: skip
-    executor = ScriptedExecutor(4, num_pages, width, logits=Script(tokenizer))
+    executor = ScriptedExecutor(4, num_pages, width, logits=Script(tokenizer, opening))
     assert tokenizer.eos_id is not None
     ends = frozenset((tokenizer.eos_id,))
     grammars = Grammars(lambda: vocabulary_of(tokenizer, ends, width), tokenizer.eos_id)

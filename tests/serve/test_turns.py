@@ -51,6 +51,47 @@ def test_w5_however_the_text_is_cut_it_reads_the_same(parts: list[str], opened: 
     assert read(pieces, opened) == read([text], opened)
 
 
+MARKS = ("<think>", "</think>")
+A_STRING = {
+    "type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"], "additionalProperties": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("opening", "said", "thoughts"),
+    [
+        ("<think>\n", '{"not": yet}</think>{"a": "b"}', '{"not": yet}'),
+        ("<think>\n", 'hm</think>{"a": "</think>"}', "hm"),  # inside a string the mark is text
+        ("", '<think>hm</think>{"a": "b"}', "hm"),
+        ("", '{"a": "<think>"}', None),  # whoever may think need not
+        ("<think>\n\n</think>\n\n", '{"a": "b"}', None),  # thinking is off: the prompt is past it
+    ],
+)
+def test_a_constraint_holds_from_behind_the_thoughts_on(opening: str, said: str, thoughts: str | None) -> None:
+    template = CHATML.replace("<|im_start|>assistant\n", "<|im_start|>assistant\n" + opening) + "{# </think> #}"
+    server = scripted_server(template=template, words=MARKS, opening=opening)
+    try:
+        asked = {
+            "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": A_STRING}},
+            "json_whitespace": "spaced",
+        }
+        content = said.partition("</think>")[2] if thoughts else said
+        choice = server.chat(said, **asked).json()["choices"][0]
+        assert choice["message"]["content"] == content and choice["finish_reason"] == "stop"
+        assert choice["message"].get("reasoning_content") == thoughts
+        deltas = [e["choices"][0]["delta"] for e in events(server.chat(said, stream=True, **asked).text)[:-1]]
+        assert "".join(d.get("content", "") for d in deltas) == content
+        assert "".join(d.get("reasoning_content", "") for d in deltas) == (thoughts or "")
+        alone = server.chat(said, separate_reasoning=False, **asked).json()["choices"][0]["message"]["content"]
+        assert alone == said
+        noise = server.chat(messages=[{"role": "user", "content": "x"}], max_tokens=40, temperature=1.0, seed=1, **asked)
+        text = noise.json()["choices"][0]["message"]["content"] or ""
+        assert not text or text.startswith('{"a": "')
+        server.assert_idle()
+    finally:
+        server.close()
+
+
 def test_separate_reasoning_over_the_wire() -> None:
     server = scripted_server(template=CHATML + "{# </think> #}")
     try:

@@ -54,6 +54,14 @@ def generate(
         list[str] | None,
         typer.Option("--choices", help="The output is one of these: give the flag once for each.", show_default=False),
     ] = None,
+    grammar: Annotated[
+        Path | None,
+        typer.Option(
+            "--grammar",
+            help="The output follows this file's EBNF, whose first rule is root; or its Lark, if that opens with %llguidance.",
+            show_default=False,
+        ),
+    ] = None,
     timeout: Annotated[
         float | None, typer.Option("--timeout", help="Seconds; then the requests are aborted.", show_default=False)
     ] = None,
@@ -87,7 +95,12 @@ def generate(
     if not prompts:
         fail("the input has no line with a prompt.", status=2)
 
-    constraint: dict[str, Any] = {"json_schema": read_schema(json_schema), "regex": regex, "choices": choices or None}
+    constraint: dict[str, Any] = {
+        "json_schema": read_source("--json-schema", json_schema),
+        "regex": regex,
+        "choices": choices or None,
+        "grammar": read_source("--grammar", grammar),
+    }
     if any(value is not None for value in constraint.values()):
         constraint["trusted"] = True  # the program's own, which is the user's
     grammar_spec(**constraint)  # more than one kind answers at once, too
@@ -122,7 +135,7 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
     return sys.stdin.read().removesuffix("\n")
 
 
-def read_schema(file: Path | None) -> str | None:
+def read_source(flag: str, file: Path | None) -> str | None:
     if file is None:
         return None
     try:
@@ -131,7 +144,7 @@ def read_schema(file: Path | None) -> str | None:
         why = f"cannot be read: {error.strerror}"
     except UnicodeDecodeError:
         why = "is no UTF-8 text"
-    fail(f"--json-schema: {file} {why}.", status=2)
+    fail(f"{flag}: {file} {why}.", status=2)
     return None
 
 

@@ -33,6 +33,7 @@ from phloem.runtime.grammar.base import (
 )
 from phloem.runtime.grammar.compile import WARM_SPEC, Workers, serve
 from phloem.runtime.grammar.static import Statics
+from phloem.runtime.grammar.thoughts import ThoughtsFirst
 from phloem.runtime.grammar.vocabulary import Vocabulary
 from phloem.runtime.grammar.xgrammar import XGrammar, XGrammarGrammar
 from phloem.runtime.request import GrammarSpec, Request
@@ -234,7 +235,11 @@ class Pending:
         try:
             if not self._cancelled:
                 compiled = future.result()
-                cursor = compiled.cursor(self._service.vocabulary().tail(self._prompt_end))
+                vocabulary, close = self._service.vocabulary(), self.spec.thoughts_close
+                if close is None:
+                    cursor = compiled.cursor(vocabulary.tail(self._prompt_end))
+                else:
+                    cursor = ThoughtsFirst(compiled.cursor(), vocabulary, close, self.spec.thoughts_open)
                 self._cursor = Timed(cursor, self._service, compiled.report)
         except BaseException as error:
             self._error = error

@@ -25,7 +25,7 @@ from phloem.runtime.serve.jobs import Job, Piece, Sample
 from phloem.runtime.serve.logprobs import Spelling
 from phloem.runtime.serve.lower import Lowered, agreed, lower, namespace_of
 from phloem.runtime.serve.sse import DONE, Envelope, encode
-from phloem.runtime.serve.turns import Calls, Spoken, Thoughts, Turn, turn_reader
+from phloem.runtime.serve.turns import Calls, Spoken, Thoughts, Turn, behind_thoughts, turn_reader
 
 __all__ = ["chat"]
 
@@ -62,6 +62,7 @@ async def chat(context: Context, raw_body: bytes) -> Response:
     ids = await context.prompts.encode_turns(turns, bool(body.add_special_tokens))
     if agreed(body, "separate_reasoning") is not False:
         reader.think(context.prompts, ids)
+    grammar = behind_thoughts(lowered.grammar, context.prompts, ids)
     sampling = lowered.fit(context.model, len(ids), notes)
 
     job = context.job()
@@ -70,7 +71,7 @@ async def chat(context: Context, raw_body: bytes) -> Response:
     group = context.name if lowered.n > 1 else None
     for index in range(lowered.n):
         request = Request(
-            id=f"{context.name}.{index}", token_ids=ids, sampling=sampling, grammar=lowered.grammar, group=group, sample=index,
+            id=f"{context.name}.{index}", token_ids=ids, sampling=sampling, grammar=grammar, group=group, sample=index,
             namespace=namespace_of(context.key, body.cache_salt, body.extra_key), priority=flow.priority_of(context, body.priority),
         )  # fmt: skip
         job.add(request, Collector(request, context.model.tokenizer), index, 0)

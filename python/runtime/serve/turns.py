@@ -15,14 +15,14 @@ from typing import Any, Protocol
 import msgspec
 from msgspec import UNSET
 
-from phloem.runtime.request import Output
+from phloem.runtime.request import GrammarSpec, Output
 from phloem.runtime.serve import wire
 from phloem.runtime.serve.body import Notes, truth_of
 from phloem.runtime.serve.lower import Constraint, Lowered
 from phloem.runtime.serve.prompts import Prompts, Turns
 from phloem.runtime.text.tools.base import ArgumentsDelta, CallParser, CallPlan, CallStart, ContentDelta, choice_of
 
-__all__ = ["Calls", "Spoken", "Thoughts", "Turn", "TurnReader", "turn_reader"]
+__all__ = ["Calls", "Spoken", "Thoughts", "Turn", "TurnReader", "behind_thoughts", "turn_reader"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,9 +203,25 @@ class TurnReader:
     def think(self, prompts: Prompts, ids: Sequence[int]) -> None:
         """The model's template knows thoughts: tell them apart, from where this prompt ends."""
         if prompts.thinks:
-            tail = prompts.tokenizer.decode(ids[-8:], skip_special_tokens=False).rstrip()
-            self.thinks = tail.endswith(ThinkingTurn.OPEN)
+            self.thinks = _tail(prompts, ids).endswith(ThinkingTurn.OPEN)
             self.close_id = prompts.tokenizer.token_to_id(ThinkingTurn.CLOSE)
+
+
+def behind_thoughts(grammar: GrammarSpec | None, prompts: Prompts, ids: Sequence[int]) -> GrammarSpec | None:
+    """The constraint, from behind the thoughts on that this prompt has opened or lets the model open. As it is where the prompt has
+    closed them, or where the template or the vocabulary knows none: they are matched as ids."""
+    if grammar is None or not prompts.thinks:
+        return grammar
+    opener, close = (prompts.tokenizer.token_to_id(mark) for mark in (ThinkingTurn.OPEN, ThinkingTurn.CLOSE))
+    tail = _tail(prompts, ids)
+    opened = tail.endswith(ThinkingTurn.OPEN)
+    if close is None or (opener is None and not opened) or tail.endswith(ThinkingTurn.CLOSE):
+        return grammar
+    return msgspec.structs.replace(grammar, thoughts_close=close, thoughts_open=None if opened else opener)
+
+
+def _tail(prompts: Prompts, ids: Sequence[int]) -> str:
+    return prompts.tokenizer.decode(ids[-8:], skip_special_tokens=False).rstrip()
 
 
 def turn_reader(prompts: Prompts, body: wire.Chat, turns: Turns, lowered: Lowered, notes: Notes) -> tuple[TurnReader, Lowered]:

@@ -138,6 +138,31 @@ def check_text(name: str, said: Said) -> None:
         assert text.decode() in json.loads(SPECS["choices"]["source"])
 
 
+@pytest.mark.parametrize("opener", [None, 77])
+def test_j3_behind_thoughts_too(opener: int | None, service: Grammars) -> None:
+    """The constraint begins within the commit of the mark: what is forced there comes with it, by a jump or one by one."""
+    runs = {}
+    for jump in ("canonical", "off"):
+        grammars = [spec(name, jump_forward=jump, thoughts_close=BOS, thoughts_open=opener) for name in SPECS]
+        ready(service, *grammars)
+        bias = {BOS: 5.0} if opener is None else {BOS: 9.0, opener: 9.0}
+        runs[jump] = say(driver(service, overlap=True), *grammars, temperature=1.0, seed=6, logit_bias=bias)
+    assert {name: told(said) for name, said in runs["canonical"].items()} == {
+        name: told(said) for name, said in runs["off"].items()
+    }
+    closed = 0
+    for i, name in enumerate(SPECS):
+        said = runs["canonical"][f"{i}.0"]
+        thinks = opener is None or said.tokens[0] == opener
+        if thinks and BOS not in said.tokens:
+            assert said.finish == "length"
+            continue
+        closed += thinks
+        said.tokens = said.tokens[said.tokens.index(BOS) + 1 if thinks else 0 :]
+        check_text(name, said)
+    assert closed > 3
+
+
 def test_j6_forced_runs_are_rows_and_not_steps(service: Grammars) -> None:
     steps = {}
     for jump in ("canonical", "off"):
