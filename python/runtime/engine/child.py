@@ -257,8 +257,8 @@ class Watched:
             self.steps.append((end - start, tokens - self._tokens))
             self._tokens = tokens
         for q in [q for q in self._compiling if not q.compiling]:
-            life = self._compiling.pop(q)
-            life.compile = end - life.added
+            compiled = self._compiling.pop(q)
+            compiled.compile = end - compiled.added
         running: dict[Live, _Life] = {}
         for q in self._core.scheduler.running:
             life = self._running.pop(q, None) or self._added.get(q.request.id)

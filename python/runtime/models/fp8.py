@@ -48,7 +48,7 @@ def fp8_format(said: Mapping[str, Any]) -> tuple[Fp8Format, str]:
         elif said.get("sparsity_config") not in (None, {}):
             wrong = "it has a sparsity_config"
         else:
-            blocks = {tuple(w.get("block_structure") or ()) for w in weights}
+            blocks = {tuple(w.get("block_structure") or ()) for w in weights if isinstance(w, dict)}
             wrong = "" if len(blocks) == 1 else f"config_groups have blocks of {sorted(blocks)}, expected one size"
             block = next(iter(blocks)) or None
     if not wrong and said.get("fmt", "e4m3") != "e4m3":
@@ -112,6 +112,7 @@ def present_fp8(tensors: Mapping[str, Stored], form: Fp8Format, source: str) -> 
 
 def _matrix(tensor: Stored, scale: Stored, form: Fp8Format, source: str) -> Fp8Stored:
     rows, columns = tensor.shape
+    shapes: list[tuple[int, ...]]
     if form.block is not None:
         shapes = [(-(-rows // form.block[0]), -(-columns // form.block[1]))]
     else:
