@@ -11,13 +11,16 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
+from phloem.runtime.config import make_config
 from phloem.runtime.errors import ConfigError, EngineDeadError, ModelLoadError, PhloemError
-from phloem.runtime.serve.lifecycle import PortError, bind, exit_code
+from phloem.runtime.serve.config import ServerConfig
+from phloem.runtime.serve.lifecycle import Lifecycle, PortError, Said, bind, exit_code
 from tests.serve.processes import PATIENCE, Process, alive
 from tests.serve.serving import events
 
@@ -175,6 +178,20 @@ def test_exit_codes() -> None:
 
 
 # -------------------------------------------------------------------------------------------------------------------- while it runs
+
+
+@pytest.mark.parametrize("longest, silent, told", [(0.1, 4.9, None), (0.1, 5.1, 5.1), (4.0, 11.9, None), (4.0, 12.1, 12.1)])
+def test_five_seconds_without_a_word_are_a_stall(longest: float, silent: float, told: float | None) -> None:
+    """server.L3: an idle engine beats each second and a busy one after each step; slow steps that have ended earn more patience."""
+    said = Said(lambda stage, done: None, lambda lines: None, lambda line: None, lambda text: None)
+    with bind("127.0.0.1", 0) as listener, pytest.MonkeyPatch.context() as patch:
+        life = Lifecycle(ServerConfig(), make_config(), listener, said)
+        life._current = SimpleNamespace(last_heard=100.0, longest_step=longest)  # type: ignore[assignment]
+        patch.setattr("phloem.runtime.serve.lifecycle.time", SimpleNamespace(monotonic=lambda: 100.0 + silent))
+        life.phase = "ready"
+        assert life.stalled() == (None if told is None else pytest.approx(told))
+        life.phase = "loading"
+        assert life.stalled() is None
 
 
 @pytest.mark.case("C-OPS-02")
