@@ -1,7 +1,7 @@
 """FlashInfer's attention wrappers: made once for each kind of layer, planned once a step, run once a layer.
 
     kind (window, soft cap, scale) ──┬─ prefill   any query length; also every windowed layer of a mixed step
-                                     ├─ decode    all rows have one token (tensor cores where several q heads share a kv head)
+                                     ├─ decode    all rows of the part have one token (tensor cores where several q heads share a kv head)
                                      ├─ cascade   two or three levels, per part of plan.Layout
                                      └─ one decode wrapper a bucket, on fixed buffers, for CUDA graphs (graphs.py)
 
@@ -169,18 +169,16 @@ class Attention:
 
     def settle(self, layout: Layout) -> AttentionStep:
         """The wrappers of a step, once each may be planned again. On the host, outside Device.run."""
-        uses = {
-            kind: [(part, self._wrapper(kind, self._role(layout, part))) for part in _parts(kind, layout)]
-            for kind in self.kinds
-        }
+        uses = {kind: [(part, self._wrapper(kind, self._role(part))) for part in _parts(kind, layout)] for kind in self.kinds}
         for planned in (planned for parts in uses.values() for _, planned in parts):
             planned.ready()
         return AttentionStep(self, uses)
 
-    def _role(self, layout: Layout, part: Part) -> str:
+    def _role(self, part: Part) -> str:
         if len(part.levels) > 1:
             return f"cascade{len(part.levels)}"
-        return "decode" if layout.decode and not self.deterministic else "prefill"
+        decode = bool((np.diff(part.levels[0].qo_indptr) == 1).all())
+        return "decode" if decode and not self.deterministic else "prefill"
 
     def _wrapper(self, kind: Kind, role: str) -> _Planned:
         found = self._wrappers.get((kind, role))

@@ -39,6 +39,7 @@ class Costs:
     each merge reads two and writes one.   tile: query rows (tokens x q heads per kv head) that one pass over the keys serves.
     launch_bytes: what memory delivers while a kernel starts (two more a level: attention and merge).
     margin: how many times the saving must pay; caches make the flat reading cheaper than its bytes.
+    apart: so many rows of one token beside longer ones are worth a call of their own: the prefill kernels give each a whole tile.
     """
 
     token_bytes: int
@@ -47,6 +48,7 @@ class Costs:
     tile: int = 64
     launch_bytes: int = 12_000_000
     margin: float = 2.0
+    apart: int = 8
 
     def passes(self, tokens: int) -> int:
         return -(-tokens * self.group // self.tile)
@@ -74,7 +76,7 @@ class Part:
 @dataclass(slots=True)
 class Layout:
     """tokens: the batch's token index at each permuted place; None if nothing moved.   flat: the whole permuted batch in one level.
-    parts: the cut for layers without a window; [the flat one] where nothing is worth sharing.   saved_bytes: by the rule."""
+    parts: the cut; layers with a window take `flat` if pages are shared.   saved_bytes: by the rule."""
 
     tokens: NDArray[np.int64] | None
     flat: Level
@@ -95,13 +97,15 @@ class _Group:
 
 
 def plan_layout(batch: ForwardBatch, page_size: int, costs: Costs | None, least: int = 0) -> Layout:
-    """costs: None never shares.   least: bytes a layer that sharing must save besides (what is lost by it that `costs` does not know)."""
+    """costs: None cuts nothing.   least: bytes a layer that sharing must save besides (what is lost by it that `costs` does not know)."""
     q_len = np.diff(batch.qo_indptr)
     decode = bool((q_len == 1).all())
     flat = Level(batch.qo_indptr, batch.kv_indptr, batch.kv_indices, batch.kv_last_page_len)
     whole = Layout(None, flat, [Part(0, int(batch.qo_indptr[-1]), [flat])], decode)
-    if costs is None or len(q_len) < 2 or not _may_share(batch):
+    if costs is None or len(q_len) < 2:
         return whole
+    if not _may_share(batch):
+        return _apart(batch, q_len, costs.apart, whole)
     tables = [batch.kv_indices[a:b] for a, b in zip(batch.kv_indptr[:-1], batch.kv_indptr[1:])]
     kv_len = (np.diff(batch.kv_indptr) - 1) * page_size + batch.kv_last_page_len
     # Pages before the first one that the row still writes: the only ones that it may read in a level without a causal mask.
@@ -111,8 +115,26 @@ def plan_layout(batch: ForwardBatch, page_size: int, costs: Costs | None, least:
     rows = _Rows([tables[r] for r in order], [settled[r] for r in order], [int(q_len[r]) for r in order], page_size, costs)
     groups, saved = rows.best(0, len(order), 0, MAX_LEVELS - 1)
     if not groups or saved < least:
-        return whole
+        return _apart(batch, q_len, costs.apart, whole)
     return _cut(batch, order, groups, rows, saved)
+
+
+def _apart(batch: ForwardBatch, q_len: Ints, least: int, whole: Layout) -> Layout:
+    """Rows of one token first, as a part of their own, where there are `least` of them and longer ones; else the whole."""
+    single, longer = np.flatnonzero(q_len == 1), np.flatnonzero(q_len != 1)
+    if len(single) < least or not len(longer):
+        return whole
+
+    def level(rows: NDArray[np.intp]) -> Level:
+        tables = [batch.kv_indices[batch.kv_indptr[r] : batch.kv_indptr[r + 1]] for r in rows]
+        return _level([(1, int(q_len[r]), t, int(batch.kv_last_page_len[r])) for r, t in zip(rows, tables)])
+
+    order = np.concatenate([single, longer])
+    tokens = np.concatenate([np.arange(batch.qo_indptr[r], batch.qo_indptr[r + 1]) for r in order])
+    parts = [Part(0, len(single), [level(single)]), Part(len(single), len(tokens), [level(longer)])]
+    if np.array_equal(order, np.arange(len(order))):  # as the scheduler lists them: decodes first
+        return Layout(None, whole.flat, parts, False)
+    return Layout(tokens, level(order), parts, False)
 
 
 def _may_share(batch: ForwardBatch) -> bool:

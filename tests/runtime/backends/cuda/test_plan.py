@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections import Counter
 
@@ -80,6 +81,26 @@ def test_every_key_is_read_once_for_every_token_that_sees_it(seed: int) -> None:
         if layout.tokens is not None:
             assert sorted(layout.tokens.tolist()) == list(range(len(batch.token_ids)))
             assert all(1 <= len(part.levels) <= 3 for part in layout.parts) and layout.saved_bytes > 0
+
+
+def test_rows_of_one_token_are_a_part_of_their_own_beside_longer_ones() -> None:
+    apart = dataclasses.replace(FREE, apart=2, launch_bytes=1 << 40)
+    kinds: Counter[str] = Counter()
+    for seed in range(60):
+        rng = random.Random(seed)
+        batch = make_batch(tree(rng, rng.randrange(1, 9)), SPEC)
+        layout, lengths = plan_layout(batch, PAGE, apart), np.diff(batch.qo_indptr)
+        assert seen(layout, batch) == wanted(batch) and layout.saved_bytes == 0
+        singles = int((lengths == 1).sum())
+        if 2 <= singles < len(lengths):
+            one, longer = layout.parts
+            assert one.last == singles and (np.diff(longer.levels[0].qo_indptr) > 1).all() and not layout.decode
+            assert layout.flat.qo_indptr[-1] == len(batch.token_ids)
+            kinds["moved" if layout.tokens is not None else "in place"] += 1
+        else:
+            assert layout.tokens is None and layout.parts[0].levels == [layout.flat]
+            kinds["whole"] += 1
+    assert len(kinds) == 3, kinds
 
 
 def test_random_trees_reach_every_depth() -> None:

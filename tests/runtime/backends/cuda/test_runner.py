@@ -106,6 +106,19 @@ def test_windowed_and_full_layers_in_one_model(tmp_path: Path) -> None:
     assert len(pair.ours._attention.kinds) == 2
 
 
+@pytest.mark.parametrize("changes", [{}, {"sliding_window": 6}])
+def test_decodes_beside_a_prompt_go_through_the_decode_kernel(tmp_path: Path, changes: dict[str, int]) -> None:
+    pair = Pair(tmp_path / "m", "mistral" if changes else "llama", **changes)
+    for at in range(4):
+        pair.agree(*(Piece(ids(i, 6), 0, [2 * i, 2 * i + 1]) for i in range(2 * at, 2 * at + 2)))
+    before = pair.fi.calls.copy()
+    decodes = [Piece([5 + i], 6, [2 * i, 2 * i + 1]) for i in range(8)]
+    pair.agree(*decodes[:3], Piece(ids(9, 7), 0, [20, 21]), *decodes[3:])
+    used = pair.fi.calls - before
+    layers = pair.spec.num_layers
+    assert used["BatchDecodeWithPagedKVCacheWrapper.run"] == used["BatchPrefillWithPagedKVCacheWrapper.run"] == layers
+
+
 def test_cascade_reads_shared_pages_once_and_gives_the_same_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_module._Rows, "_saving", lambda self, a, b, pages: pages * (b - a - 1))
     monkeypatch.setattr(runner_module, "GRAPH_STARTS", 0)
