@@ -42,16 +42,33 @@ def test_G9_without_commit_it_raises_in_shared_mode():
         task.train(0, steps=2, mode="shared", broken="commit")
 
 
-@pytest.mark.slow
-def test_G9_the_tiny_task_passes_its_gates_on_three_seeds():
-    results = [task.train(seed) for seed in range(3)]
+def gated(steps: int) -> None:
+    results = [task.train(seed, steps=steps) for seed in range(3)]
     assert sum(r.reward for r in results) / 3 >= GATE_REWARD and sum(r.exact for r in results) / 3 >= GATE_EXACT, results
     assert all(r.reward >= GATE_EACH for r in results), results
-    assert all(r.versions == 150 for r in results)
+    assert all(r.versions == steps for r in results)
+
+
+def stuck(seed: int, steps: int) -> None:
+    result = task.train(seed, steps=steps, mode="copy", broken="update")
+    assert result.reward <= 0.50 and result.exact <= 0.20, result
+
+
+def test_G9_the_tiny_task_passes_its_gates_on_three_seeds():
+    """In 90 steps of the 150, where these seeds are past the gates already (0.75, 0.69 and 0.72 on an AMD Zen 4)."""
+    gated(90)
+
+
+def test_G9_copied_weights_without_update_fail_the_gates():
+    stuck(0, 60)
 
 
 @pytest.mark.slow
-def test_G9_copied_weights_without_update_fail_the_gates():
-    for seed in range(2):
-        result = task.train(seed, mode="copy", broken="update")
-        assert result.reward <= 0.50 and result.exact <= 0.20, result
+def test_G9_the_whole_task_passes_its_gates_on_three_seeds():
+    gated(150)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_G9_no_seed_learns_without_update(seed):
+    stuck(seed, 150)

@@ -392,7 +392,7 @@ def test_I7_G5_random_commits_under_load_mix_nothing_unless_it_is_said(attached,
         with engine.training(), torch.no_grad():
             module.lm_head.weight.copy_(base["lm_head.weight"] * factor)
             module.model.layers[0].mlp.down_proj.weight.copy_(base["model.layers.0.mlp.down_proj.weight"] * (2.0 - factor))
-        for s, start, end in rng.sample(spans, min(len(spans), 40)):
-            at = len(s.prompt_ids)
-            (found,) = engine.score([s.token_ids[: at + end]], from_position=at + start)
+        ids = [s.token_ids[: len(s.prompt_ids) + end] for s, _, end in spans]  # every one of them
+        scored = engine.score(ids, from_position=[len(s.prompt_ids) + start for s, start, _ in spans])
+        for (s, start, end), found in zip(spans, scored):
             assert [t.logprob for t in found] == s.logprobs_model[start:end], (s.spans, start, end)
