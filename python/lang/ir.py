@@ -10,7 +10,8 @@ a type means is types.py's. Each node knows the line that made it (U5).
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
 
 from phloem.runtime.engine.select import Method
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from phloem.lang.types import Shape
 
 __all__ = [
-    "REGEX_BOOL", "REGEX_FLOAT", "REGEX_INT", "REGEX_STR", "Expr", "Gen", "Node", "Part", "Plain", "Ref", "RoleClose", "RoleOpen", "Select", "Special", "assistant", "assistant_begin", "assistant_end", "caller", "gen", "gen_int", "gen_string", "plain", "ref", "role",
+    "REGEX_BOOL", "REGEX_FLOAT", "REGEX_INT", "REGEX_STR", "Expr", "Gen", "Node", "Part", "Plain", "Ref", "RoleClose", "RoleOpen", "Select", "Special", "assistant", "assistant_begin", "assistant_end", "caller", "checked_sampling", "gen", "gen_int", "gen_string", "plain", "ref", "role",
     "select", "special", "system", "system_begin", "system_end", "tool", "user", "user_begin", "user_end",
 ]  # fmt: skip
 
@@ -47,6 +48,20 @@ _REFUSED = {
     "position_ids_offset": "positions follow from the tokens here",
     "logprob_start_len": "ask `engine.score` for logprobs of a prompt",
 }
+
+
+def checked_sampling(given: Mapping[str, Any]) -> SamplingParams:
+    """SamplingParams(**given), made once for what was asked before: programs of a batch ask the same."""
+    items = tuple((word, type(value), value) for word, value in given.items())  # the types, since 4 == 4.0 and 1 == True
+    return _made_sampling(items) if all(kind in _SIMPLE for _, kind, _ in items) else SamplingParams(**given)
+
+
+_SIMPLE = frozenset({int, float, str, bool, type(None)})
+
+
+@lru_cache(maxsize=256)
+def _made_sampling(items: tuple[tuple[str, type, Any], ...]) -> SamplingParams:
+    return SamplingParams(**{word: value for word, _, value in items})
 
 
 def caller() -> str:
@@ -322,7 +337,7 @@ def _gen(
         sampling["logprobs"] = logprobs if isinstance(logprobs, str) else "model"
         sampling["top_logprobs"] = top or 0
     node.sampling = sampling
-    node.template = SamplingParams(**sampling)
+    node.template = checked_sampling(sampling)
     node.shape = types.shape_of(type_, dtype, kinds, how)
     node.grammar = node.shape.grammar
     node.timeout = None if timeout is None else _seconds(timeout)

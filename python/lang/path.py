@@ -13,13 +13,14 @@ import json
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from phloem.lang import choices as scoring
 from phloem.lang.backend import Job, Record
-from phloem.lang.ir import Gen, Plain, RoleClose, RoleOpen, Select, Special, short
+from phloem.lang.ir import Gen, Plain, RoleClose, RoleOpen, Select, Special, checked_sampling, short
 from phloem.lang.line import Line, kept_ids
 from phloem.runtime.engine.constraint import without_ignored_stops
 from phloem.runtime.errors import (
@@ -271,15 +272,15 @@ class Path:
         if not ids and self.session.backend.capabilities.tokens:
             raise InvalidRequestError("nothing stands before this gen; append some text first.", param="prompt")
         given = {**self.run.defaults, **node.sampling}
-        if given.get("seed") is None:
-            given["seed"] = self.seed(slot)
+        drawn = given.pop("seed", None)
         if slot.limits is not None:
             given["max_tokens"] = slot.limits.bound_tokens(given.get("max_tokens"), node.n)
         grammar = node.grammar
         if node.tools:
             grammar, _, hides = tools.bind(node, line.markup.tokenizer)
             given["skip_special_tokens"] = hides and given.get("skip_special_tokens", True)
-        sampling = without_ignored_stops(SamplingParams(**given), grammar)
+        sampling = copy(without_ignored_stops(checked_sampling(given), grammar))
+        msgspec.structs.force_setattr(sampling, "seed", self.seed(slot) if drawn is None else drawn)
         group = self.session.new_id("g") if node.n > 1 else None
         timeout = node.timeout
         slot.jobs, slot.outputs, slot.wanted = [], [], node.n

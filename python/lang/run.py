@@ -21,7 +21,6 @@ from phloem.lang.result import Run
 from phloem.lang.session import Plan, Session
 from phloem.lang.state import AsyncState, BaseState, Scope, State
 from phloem.runtime.errors import Cancelled, InvalidRequestError, ProgramError
-from phloem.runtime.request import SamplingParams
 from phloem.runtime.text.markup import Markup
 
 __all__ = ["Program", "Run", "function"]
@@ -102,7 +101,7 @@ class Program(Generic[P, T]):
             else:
                 raise TypeError(f"{self.name}() has no parameter {name!r}, and running it takes no option of that name.")
         sampling = {k: v for k, v in sampling.items() if v is not None}
-        SamplingParams(**sampling)
+        ir.checked_sampling(sampling)
         return own, sampling, how
 
     def _session(self, how: Mapping[str, Any], dry: bool = False) -> Session:

@@ -14,7 +14,8 @@ from tokenizers import AddedToken
 
 from phloem.lang.line import Line, kept_ids
 from phloem.runtime.errors import InvalidRequestError
-from phloem.runtime.text.markup import Markup, Message, cut_at_blank
+from phloem.runtime.text.joint import SHORTEST, SharedBeginnings, common_length, cut_at_blank
+from phloem.runtime.text.markup import Markup, Message
 from phloem.runtime.text.tokenizer import Tokenizer
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "text"
@@ -128,6 +129,33 @@ def test_x2_where_the_rule_fails_the_whole_literal_is_held(smollm2_tokenizer: To
 
 def test_cut_at_blank_is_where_the_last_run_of_blanks_begins() -> None:
     assert [cut_at_blank(t) for t in ("", "ab", "a b", "a \n b", "a b  ", "  ab")] == [0, 0, 1, 1, 3, 0]
+
+
+@settings(QUICK, max_examples=60)
+@given(beginning=full_texts, mode=st.sampled_from(["start", "behind"]), endings=st.lists(texts, min_size=2, max_size=5))
+def test_x2_texts_that_begin_alike_have_the_ids_of_each_alone(
+    beginning: str, mode: str, endings: list[str], smollm2_tokenizer: Tokenizer
+) -> None:
+    tokenizer = smollm2_tokenizer
+    whole = tokenizer.encode_continuation if mode == "behind" else lambda text: tokenizer.encode_run(text, True)
+    shared = SharedBeginnings(whole, tokenizer.encode_continuation)
+    beginning = (beginning * (SHORTEST // max(len(beginning), 1) + 1))[: 2 * SHORTEST]
+    for ending in (*endings, endings[0] + endings[1], *endings):
+        assert shared.encode(beginning + ending) == whole(beginning + ending)
+
+
+def test_a_shared_beginning_is_encoded_once() -> None:
+    asked = list[str]()
+
+    def encode(text: str) -> list[int]:
+        asked.append(text)
+        return [ord(c) for c in text]
+
+    shared, beginning = SharedBeginnings(encode, encode), "word " * 100
+    for n in range(5):
+        assert shared.encode(f"{beginning}Q: {n}") == [ord(c) for c in f"{beginning}Q: {n}"]
+    assert asked == [f"{beginning}Q: 0", f"{beginning}Q:", " 1", " 2", " 3", " 4"]
+    assert common_length("abcd", "abce") == 3 and common_length("", "a") == 0 and common_length("ab", "abc") == 2
 
 
 def test_x3_before_a_draw_the_tail_is_committed_as_it_stands(markup: Markup) -> None:

@@ -14,11 +14,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 from phloem.runtime.errors import InvalidRequestError
 from phloem.runtime.text.chat import Marks, _spellings, _template
+from phloem.runtime.text.joint import SharedBeginnings, cut_at_blank
 from phloem.runtime.text.template import ChatTemplate
 from phloem.runtime.text.tokenizer import Tokenizer
 
@@ -70,7 +71,8 @@ class Rendered:
 class Markup:
     """Of one tokenizer and one template.
 
-    template: a name or a source; None is the model's own.   variables: more names for it.   All methods are pure.
+    template: a name or a source; None is the model's own.   variables: more names for it.   All methods are pure, but that one thread at a time may call them: what
+    texts share is encoded once.
     """
 
     def __init__(
@@ -80,6 +82,12 @@ class Markup:
         self._wanted, self._variables = template, dict(variables or {})
         self._control = {tokenizer.token_to_id(s): token for s, token in tokenizer.control_tokens.items()}
         self.spellings = _spellings(tuple(tokenizer.control_tokens))
+        run, behind = tokenizer.encode_run, tokenizer.encode_continuation
+        self._encoders = {
+            "start": SharedBeginnings(lambda text: run(text, True), behind),
+            "control": SharedBeginnings(lambda text: run(text, False), behind),
+            "behind": SharedBeginnings(behind, behind),
+        }
 
     @property
     def has_template(self) -> bool:
@@ -260,8 +268,7 @@ class Markup:
         found = list[tuple[Piece, tuple[int, ...]]]()
         if before == "start" and raw and joined:
             bos = self.tokenizer.bos_id
-            adds = bos is not None and self.tokenizer.encode("", True, False)[:1] == [bos]
-            if adds and bos is not None and joined[0] != bos:
+            if self._adds_bos and bos is not None and joined[0] != bos:
                 found.append((bos, (bos,)))
                 # What a tokenizer does to the first text of all, it does behind its own BOS too.
         strip_left = False
@@ -281,13 +288,21 @@ class Markup:
             strip_left = False
             if not text:
                 continue
-            if before in ("drawn", "text"):
-                ids = self.tokenizer.encode_continuation(text)
-            else:
-                ids = self.tokenizer.encode_run(text, before == "start")
-            found.append((text, tuple(ids)))
+            found.append((text, tuple(self._ids(text, before))))
             before = "text"
         return found
+
+    @cached_property
+    def _adds_bos(self) -> bool:
+        bos = self.tokenizer.bos_id
+        return bos is not None and self.tokenizer.encode("", True, False)[:1] == [bos]
+
+    def _ids(self, text: str, before: Before) -> list[int]:
+        if self.cuts_at_blanks:
+            return self._encoders[before if before in ("start", "control") else "behind"].encode(text)
+        if before in ("drawn", "text"):
+            return self.tokenizer.encode_continuation(text)
+        return self.tokenizer.encode_run(text, before == "start")
 
     def spelling(self, token_id: int) -> str:
         return self.tokenizer.id_to_token(token_id) or ""
@@ -324,16 +339,6 @@ def _cuts_at_blanks(tokenizer: Tokenizer) -> bool:
         if at and tokenizer.encode_run(PROBE[:at], True) + tokenizer.encode_continuation(PROBE[at:]) != whole:
             return False
     return True
-
-
-def cut_at_blank(text: str) -> int:
-    """Where the last run of blanks begins; 0 if there is none."""
-    at = len(text)
-    while at and not text[at - 1].isspace():
-        at -= 1
-    while at and text[at - 1].isspace():
-        at -= 1
-    return at
 
 
 def _substituted(text: str, names: Mapping[str, Drawn]) -> str:
