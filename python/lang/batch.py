@@ -33,7 +33,7 @@ class Batch(list[Run[Any]]):
 
     @property
     def usage(self) -> RunUsage:
-        return usage_of(self._session.records, self._session.forwards)
+        return usage_of(self._session.records, self._session.forwards, page_size=self._session.backend.page_size)
 
     @property
     def records(self) -> list[Any]:
@@ -141,12 +141,12 @@ class _Batch:
             made[number] = session.spawn(body, ended)
 
         def ready() -> bool:
-            return bool(finished) or bool(failure) or (started < total and num_live < self._limit())
+            return bool(finished) or bool(failure) or (started < total and num_live < self._limit(started))
 
         try:
             while not failure:
                 session.hub = greenlet.getcurrent()
-                while started < total and num_live < self._limit():
+                while started < total and num_live < self._limit(started):
                     start(started)
                     started += 1
                     num_live += 1
@@ -171,19 +171,19 @@ class _Batch:
         if failure:
             raise failure[0]
 
-    def _limit(self) -> int:
-        """What the KV pool holds, by what the programs so far have recorded: their own tokens, and what they may draw."""
+    def _limit(self, started: int) -> int:
+        """What the KV pool holds, by what the first programs have recorded: their own tokens, and what they may draw."""
         if self.limit is not None:
             return self.limit
         pool = self.session.backend.kv_tokens
         if pool is None:
             return len(self.calls)
-        jobs = self.session.outbox_preview()
-        if not jobs:
+        asked = [record.request for record in self.session.records if record.kind == "gen"]
+        asked += [job.request for job in self.session.outbox_preview()]
+        if not asked or started < min(FEWEST, len(self.calls)):
             return FEWEST
-        first = jobs[0]
-        shared = min((_common(first.request.token_ids, job.request.token_ids) for job in jobs[1:]), default=0)
-        own = max(len(job.request.token_ids) - shared + (job.request.sampling.max_tokens or 128) for job in jobs)
+        shared = min((_common(asked[0].token_ids, each.token_ids) for each in asked[1:]), default=0)
+        own = max(len(each.token_ids) - shared + (each.sampling.max_tokens or 128) for each in asked)
         self.limit = max(FEWEST, (pool - shared) // max(own, 1))
         return self.limit
 

@@ -177,7 +177,7 @@ class Run(Generic[T]):
     @property
     def usage(self) -> RunUsage:
         """U8. In a batch: of this program's own requests; `usage_of(runs)` counts a whole batch."""
-        return usage_of(self.records, self._session.forwards)
+        return usage_of(self.records, self._session.forwards, page_size=self._session.backend.page_size)
 
     @property
     def rewinds(self) -> tuple[tuple[int, int], ...]:

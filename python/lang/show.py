@@ -108,7 +108,9 @@ def usage_table(usage: RunUsage) -> str:
     return (
         f"prompt {_n(u.prompt)} = cached {_n(u.cached)} + computed {_n(u.computed)}   hit {u.hit:.1%}   unique {_n(u.unique)}\n"
         f"completion {_n(u.completion)} (forced {_n(u.forced)}, dropped {_n(u.dropped)}, fed back {_n(u.fed)})   "
-        f"recomputed {_n(u.recomputed)}   requests {u.requests}"
+        f"recomputed {_n(u.recomputed)}"
+        + (f" (siblings {_n(u.siblings)})" if u.siblings else "")
+        + f"   requests {u.requests}"
         + ("" if u.forwards is None else f"   forwards {_n(u.forwards)}")
     )
 

@@ -2,7 +2,8 @@
 
 prompts of all requests, sorted     A B C D      unique = sum of (length − common prefix with the one before)
                                     A B E        fed    = of these, tokens that a generation fed to the model
-computed == unique − fed            and apart: tokens computed for their logits only (R4)
+computed == unique − fed            and apart: tokens computed for their logits only (R4), and the part of a page that siblings under
+                                    way at the same time share, computed by each (R5)
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ class RunUsage:
     to the model while they were being generated.   completion, forced: tokens drawn, and of these without asking the model.   dropped: drawn,
     and on no path.   again: tokens known before that had to be computed once more for their logits: the last of a prompt found whole (R4), and
     of scored paths what they share.   forwards: steps that the engine made from the first request to the last end, whoever caused them; None
-    where the backend does not tell.   recomputed: what was computed beyond unique − fed; Y6 says that it is `again`, and no more.
+    where the backend does not tell.   siblings: of prompts that were under way together, the part of a page that they share and that
+    several computed (R5); less than a page each.   recomputed: what was computed beyond unique − fed; Y6 says that it is again + siblings,
+    and no more.
     """
 
     prompt: int = 0
@@ -39,6 +42,7 @@ class RunUsage:
     warmups: int = 0
     scored: int = 0
     again: int = 0
+    siblings: int = 0
     forwards: int | None = field(
         default=None, compare=False
     )  # of whoever shared the engine too, so no figure of the run's alone
@@ -53,8 +57,8 @@ class RunUsage:
         return self.computed - (self.unique - self.fed)
 
 
-def usage_of(records: Sequence[Record], forwards: int | None = None) -> RunUsage:
-    """Of records, of one run or of several."""
+def usage_of(records: Sequence[Record], forwards: int | None = None, *, page_size: int = 16) -> RunUsage:
+    """Of records, of one run or of several, in the order in which they were sent.   page_size: of the backend, in tokens."""
     done = [r for r in records if r.output is not None]
     prompt = cached = completion = forced = dropped = warmups = scored = 0
     for r in done:
@@ -68,6 +72,8 @@ def usage_of(records: Sequence[Record], forwards: int | None = None) -> RunUsage
         warmups += r.kind == "warm"
         scored += r.kind == "score"
     unique, fed = _trie(done)
+    again = _again(done)
+    beyond = prompt - cached - (unique - fed) - again
     return RunUsage(
         prompt,
         cached,
@@ -80,7 +86,8 @@ def usage_of(records: Sequence[Record], forwards: int | None = None) -> RunUsage
         len(done),
         warmups,
         scored,
-        _again(done),
+        again,
+        min(beyond, _siblings(done, page_size)) if beyond > 0 else 0,
         forwards,
     )
 
@@ -92,8 +99,8 @@ def _trie(records: Sequence[Record]) -> tuple[int, int]:
         spaces.setdefault(r.request.namespace, []).append(r)
     unique = fed = 0
     for each in spaces.values():
-        prompts = sorted((r.request.token_ids, r.started) for r in each)
-        unique += _size([ids for ids, _ in prompts])
+        prompts = sorted((r.request.token_ids, r.started, r.output.usage.cached_tokens) for r in each if r.output is not None)
+        unique += _size([ids for ids, _, _ in prompts])
         fed += _fed(prompts, [r for r in each if r.kind == "gen"])
     return unique, fed
 
@@ -109,7 +116,7 @@ def _again(records: Sequence[Record]) -> int:
             start = r.request.sampling.prompt_logprobs or 0
             selects.setdefault((r.program, r.branch, r.ordinal, start), []).append(r)
             count += start > 0 and cached == start - 1
-        elif cached == len(ids) - 1 and cached:
+        elif cached == len(ids) - 1:
             count += any(_knows(other, ids, r.started) for other in records[:number])
     for (_, _, _, at), paths in selects.items():
         assert isinstance(at, int)
@@ -118,13 +125,42 @@ def _again(records: Sequence[Record]) -> int:
     return count
 
 
+def _siblings(records: Sequence[Record], page_size: int) -> int:
+    """The most that R5 lets siblings compute twice, given what each found: of the longest prefix that a request shares with one which was
+    sent before it and had not ended, what lies in a page that is not full. Whole pages are found, whoever computes them.
+    """
+    count = 0
+    before: dict[str, list[tuple[tuple[int, ...], float]]] = {}
+    for r in records:
+        assert r.output is not None
+        ids, cached = r.request.token_ids, r.output.usage.cached_tokens
+        sent = before.setdefault(r.request.namespace, [])
+        at = bisect_left(sent, (ids, -inf))
+        start = r.request.sampling.prompt_logprobs
+        limit = len(ids) - 1 if start is None else max(start, 1) - 1
+        shared = 0
+        for step, i in ((-1, at - 1), (1, at)):
+            while 0 <= i < len(sent):
+                other, ended = sent[i]
+                common = _common(ids, other, len(ids))
+                if common <= max(cached, shared):
+                    break
+                if ended > r.started:
+                    shared = common
+                i += step
+        if cached < limit:  # else all that it may find was found
+            count += max(0, min(shared, limit + 1) - max(cached, shared - shared % page_size))
+        sent.insert(at, (ids, r.ended))
+    return count
+
+
 def _knows(record: Record, ids: tuple[int, ...], when: float) -> bool:
-    """It had left all of these tokens in the tree by then."""
-    if record.output is None or record.ended > when:
-        return False
+    """It had these tokens in the tree by then, or was computing them."""
     own = record.request.token_ids
     if own[: len(ids)] == ids:
         return True
+    if record.output is None or record.ended > when:
+        return False
     drawn = record.output.token_ids[: len(record.output.token_ids) - record.num_unfed]
     return len(own) + len(drawn) >= len(ids) and (*own, *drawn)[: len(ids)] == ids
 
@@ -138,28 +174,31 @@ def _size(paths: Sequence[tuple[int, ...]]) -> int:
     return total
 
 
-def _fed(prompts: Sequence[tuple[tuple[int, ...], float]], generated: Sequence[Record]) -> int:
+def _fed(prompts: Sequence[tuple[tuple[int, ...], float, int]], generated: Sequence[Record]) -> int:
     """Tokens of the prompts' trie that lie behind a prompt on what was generated from it; not those that another prompt, sent before that
-    generation had ended, brought itself.
+    generation had ended, did not find and so computed itself.
     """
     parts: list[tuple[tuple[int, ...], int]] = []
     for r in generated:
         assert r.output is not None
         ids, own = r.request.token_ids, len(r.request.token_ids)
         path = (*ids, *r.output.token_ids[: max(0, len(r.output.token_ids) - r.num_unfed)])
-        reach = own
-        at = bisect_left(prompts, (path, -inf))
+        reach, brought = own, list[tuple[int, int]]()
+        at = bisect_left(prompts, (path, -inf, 0))
         for step, i in ((-1, at - 1), (1, at)):
             while 0 <= i < len(prompts):
-                other, started = prompts[i]
+                other, started, cached = prompts[i]
                 common = _common(path, other, len(path))
                 if common <= own:
                     break
-                if started >= r.ended:
-                    reach = max(reach, common)
-                else:
-                    own = common
+                reach = max(reach, common)
+                if started < r.ended and cached < common:
+                    brought.append((cached, common))
                 i += step
+        for start, end in sorted(brought):
+            if start > own:
+                parts.append((path[:start], own))
+            own = max(own, end)
         if reach > own:
             parts.append((path[:reach], own))
     found, upto = 0, 0
