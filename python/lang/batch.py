@@ -7,7 +7,6 @@ Straight-line bodies are over before the first forward; one that reads a value p
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -190,6 +189,8 @@ class _Batch:
     # ---- async def ------------------------------------------------------------------------------------------------------
 
     def on_a_loop(self) -> Iterator[Run[Any]]:
+        import asyncio
+
         try:
             asyncio.get_running_loop()
         except RuntimeError:
@@ -201,6 +202,8 @@ class _Batch:
         yield from asyncio.run(self._all())
 
     async def _all(self) -> list[Run[Any]]:
+        import asyncio
+
         gate = asyncio.Semaphore(self.limit or max(len(self.calls), 1))
         order: list[Run[Any]] = []
 

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from types import TracebackType
@@ -428,6 +427,8 @@ def _winner(results: list[Any], until: Callable[[Any], bool], branches: BaseGrou
 async def run_map_async(
     state: AsyncState, items: Sequence[Any], fn: Callable[[AsyncState, Any], Awaitable[T]], limit: int | None
 ) -> list[T]:
+    import asyncio
+
     items = list(items)
     gate = asyncio.Semaphore(limit or max(len(items), 1))
     async with AsyncGroup.of([state], len(items), caller()) as branches:
@@ -449,6 +450,8 @@ async def run_map_async(
 async def run_race_async(
     state: AsyncState, fns: Sequence[Callable[[AsyncState], Awaitable[T]]], until: Callable[[T], bool]
 ) -> T:
+    import asyncio
+
     fns = list(fns)
     async with AsyncGroup.of([state], len(fns), caller(), None, "collect") as branches:
         tasks = [asyncio.ensure_future(fn(b)) for b, fn in zip(branches, fns)]

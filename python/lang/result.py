@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -233,6 +232,8 @@ class Run(Generic[T]):
 
     async def text_async_iter(self, var_name: str | None = None, return_meta_data: bool = False) -> AsyncIterator[Any]:
         """As text_iter, on an event loop; with chunk metadata: new logprobs only, running totals."""
+        import asyncio
+
         from phloem.lang.stream import text_iter_meta
 
         if var_name is not None:

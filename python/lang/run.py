@@ -8,7 +8,6 @@ triage.run_batch([{…}, …])      one thread, a greenlet a body   triage.plan(
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar, overload
@@ -142,6 +141,8 @@ class Program(Generic[P, T]):
         timeout= (seconds), stream=True (returns at once; the run goes on while it is read), compile=False (Y4), namespace=, history= (H5).
         Raises what the body raised, or what failed in it and was not read.
         """
+        import asyncio
+
         own, sampling, how = self._split(kwargs)
         if self.is_async:
             try:

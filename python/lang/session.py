@@ -9,7 +9,6 @@ A program waits in place (the caller's thread pumps), on a greenlet (run_batch, 
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import threading
 import time
@@ -25,6 +24,8 @@ from phloem.runtime.errors import EngineClosedError, PhloemError, ProgramError, 
 from phloem.runtime.text.markup import Markup
 
 if TYPE_CHECKING:
+    import asyncio
+
     from phloem.lang.path import Path, Slot
 
 __all__ = ["Plan", "Session"]
@@ -434,6 +435,8 @@ class Session:
     # ---- waiting, on an event loop --------------------------------------------------------------------------------------
 
     async def until(self, done: Callable[[], bool], on: Slot | Path | None = None) -> None:
+        import asyncio
+
         if self.dry:
             self.flush()
             if not done():
@@ -481,6 +484,8 @@ class Session:
 
     async def _pump_loop(self) -> None:
         """Works for as long as somebody waits. One step of the engine, then everybody else's turn."""
+        import asyncio
+
         assert self._ring is not None
         try:
             while self._waiting:

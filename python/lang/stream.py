@@ -6,7 +6,6 @@ for piece in run.text_iter():    pieces that add up to run.text()
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -244,6 +243,8 @@ def text_iter(state: BaseState, name: str | None, ended: Callable[[], bool] | No
 
 
 async def text_async_iter(state: AsyncState, name: str | None, with_meta: bool) -> AsyncIterator[Any]:
+    import asyncio
+
     path = state._path
     follow = _Follow(state, name, lambda: path.idle)
     while True:

@@ -10,7 +10,6 @@ A tool that raises is seen by the model: the exception is the result. errors="ra
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 import contextvars
 import functools
@@ -301,6 +300,8 @@ def call_tools(state: Any, reply: Reply, *, errors: Errors = "message", timeout:
 
 
 async def _call_async(state: AsyncState, runs: list[_Run], errors: Errors, at: str) -> list[Any]:
+    import asyncio
+
     return _append(state, list(await asyncio.gather(*(run.awaited() for run in runs))), runs, errors, at)
 
 
@@ -382,6 +383,8 @@ class _Run:
     # ---- in an async one
 
     async def awaited(self) -> Any:
+        import asyncio
+
         try:
             bound = self._bound()
             assert self._function is not None
@@ -403,6 +406,8 @@ def _raise(error: Exception) -> Any:
 
 
 def _run_async(bound: Callable[[], Any]) -> Any:
+    import asyncio
+
     return asyncio.run(bound())
 
 

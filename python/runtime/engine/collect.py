@@ -11,11 +11,14 @@ request like any other. Pure: no clock, no thread, no engine.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from phloem.runtime.errors import PhloemError, from_wire
 from phloem.runtime.request import Delta, FinishReason, Output, OutputDelta, Request, TokenLogprob, Usage
 from phloem.runtime.text.stop import StopMatcher
-from phloem.runtime.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from phloem.runtime.text.tokenizer import Tokenizer
 
 __all__ = ["Collector"]
 

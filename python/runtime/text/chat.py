@@ -14,11 +14,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from phloem.runtime.errors import InvalidRequestError
 from phloem.runtime.text.template import ChatTemplate
-from phloem.runtime.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from phloem.runtime.text.tokenizer import Tokenizer
 
 __all__ = ["ROLES", "check_messages", "encode_chat", "render_chat"]
 

@@ -15,13 +15,15 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from phloem.runtime.errors import InvalidRequestError
 from phloem.runtime.text.chat import Marks, _spellings, _template
 from phloem.runtime.text.joint import SharedBeginnings, cut_at_blank
 from phloem.runtime.text.template import ChatTemplate
-from phloem.runtime.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from phloem.runtime.text.tokenizer import Tokenizer
 
 __all__ = ["Before", "Drawn", "Markup", "Message", "Piece", "cut_at_blank"]
 
