@@ -21,6 +21,11 @@ import torch
 import phloem as ph
 from benchmarks.common import record
 
+TEXTS = [
+    "2 + 2 = 4\n3 + 5 =", "The capital of France is", "Once upon a time, in a small village,", "def fibonacci(n):\n    ", "Water boils at",
+    "In 1969, the first",
+]  # fmt: skip
+
 
 def smollm(threads: int) -> Any:
     """The embedded model's weights in transformers' LlamaForCausalLM."""
@@ -150,6 +155,36 @@ def agreement(engine: ph.RolloutEngine) -> dict[str, Any]:
     }
 
 
+def truth(model: Any, engine: ph.RolloutEngine) -> dict[str, Any]:
+    """Text prompts: how far the rollouts are from a float64 forward, how far torch's float32 forward is, and the two from each other."""
+    import copy
+
+    with ph.RolloutEngine(None, dtype="f32", kv_tokens=64) as own:
+        prompts = [own.tokenizer.encode(text) for text in TEXTS]
+    batch = engine.rollout(prompts, ph.SamplingParams(max_tokens=32, ignore_eos=True), n=2, seed=0)
+    exact, apart = copy.deepcopy(model).double(), list[torch.Tensor]()
+    for sample in batch:
+        ids, at = torch.tensor([sample.token_ids]), len(sample.prompt_ids)
+        with torch.no_grad():
+            true, torchs = (
+                torch.log_softmax(m(ids).logits[0, at - 1 : -1].double(), -1).gather(-1, ids[0, at:, None])[:, 0]
+                for m in (exact, model)
+            )
+        ours = torch.tensor(sample.logprobs_model, dtype=torch.float64)
+        apart.append(torch.stack([ours - torchs, ours - true, torchs - true]).abs())
+    all_of = torch.cat(apart, 1)
+    most, rms = all_of.amax(1).tolist(), all_of.square().mean(1).sqrt().tolist()
+    return {
+        "name": "logprob on text, 135M f32: rollout to torch; each to float64",
+        "max": most[0],
+        "rms": rms[0],
+        "target": 1e-5,
+        "rollout_to_float64": {"max": most[1], "rms": rms[1]},
+        "torch_to_float64": {"max": most[2], "rms": rms[2]},
+        "tokens": all_of.shape[1],
+    }
+
+
 def cycles(model: Any, engine: ph.RolloutEngine) -> dict[str, Any]:
     def resident() -> int:
         with open("/proc/self/statm") as f:
@@ -204,6 +239,7 @@ def main() -> None:
             emit(commit(model, engine))
         if "agreement" in wanted:
             emit(agreement(engine))
+            emit(truth(model, engine))
         if "rollout" in wanted:
             emit(throughput(model, engine, 16, 512, 32, 4.0, args.repeat))
             emit(throughput(model, engine, 8, 128, 128, 2.5, args.repeat))
