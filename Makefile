@@ -43,10 +43,10 @@ check: fmt lint types sanitize
 	$(BIN)/python -m pytest tests/test_architecture.py tests/test_public_api.py
 
 fmt: $(VENV)/.ready-dev
-	$(BIN)/ruff format --check python tests benchmarks examples scripts
+	$(BIN)/ruff format --check python kernels tests benchmarks examples scripts
 
 lint: $(VENV)/.ready-dev
-	$(BIN)/ruff check python tests benchmarks examples scripts
+	$(BIN)/ruff check python kernels tests benchmarks examples scripts
 
 types: $(VENV)/.ready-dev
 	$(BIN)/python scripts/link_types.py

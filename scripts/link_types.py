@@ -22,6 +22,7 @@ def main() -> None:
     for name in ("runtime", "lang"):
         if (ROOT / "python" / name).is_dir():
             (target / name).symlink_to(ROOT / "python" / name)
+    (target / "triton").symlink_to(ROOT / "kernels" / "triton")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Packed bit rows of grammars onto logits: the torch that says what it means, and the Triton kernel where Triton is.
+"""Packed bit rows of grammars onto logits: the torch that says what it means, and kernels/triton/mask.py where Triton is.
 
 FlashInfer has nothing that reads a bitmask. In torch the bits of a row become 32 times as many integers on the way; the kernel reads
 each word once and writes only what is masked.
@@ -36,5 +36,5 @@ def masked_logits(x: Tensor, words: Tensor, rows: Tensor) -> Tensor:
 def best_mask(device: torch.device) -> Mask:
     """The Triton kernel for a GPU where triton is installed (torch brings it there), else `masked_logits`."""
     if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
-        return cast("Mask", importlib.import_module("phloem.runtime.backends.cuda.triton_mask").masked_logits)
+        return cast("Mask", importlib.import_module("phloem.triton.mask").masked_logits)
     return masked_logits

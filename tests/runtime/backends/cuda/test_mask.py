@@ -29,7 +29,7 @@ def test_without_a_gpu_the_mask_is_torch() -> None:
 SCRIPT = """
 import numpy as np, torch
 from phloem.runtime.backends.cuda.mask import masked_logits
-from phloem.runtime.backends.cuda.triton_mask import masked_logits as kernel
+from phloem.triton.mask import masked_logits as kernel
 rng = np.random.default_rng(0)
 for n, vocab in ((1, 7), (3, 96), (4, 1024), (2, 2077)):
     x = torch.from_numpy(rng.normal(size=(n + 1, vocab)).astype(np.float32))
@@ -44,7 +44,7 @@ print("equal")
 COMPILE = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from phloem.runtime.backends.cuda.triton_mask import BLOCK, _mask_kernel
+from phloem.triton.mask import BLOCK, _mask_kernel
 kinds = {"x": "*fp32", "words": "*i32", "rows": "*i64", "vocab_size": "i32", "x_stride": "i32", "words_stride": "i32", "size": "constexpr"}
 for arch in (80, 90):
     assert len(compile(ASTSource(_mask_kernel, kinds, {"size": BLOCK}), target=GPUTarget("cuda", arch, 32)).asm["cubin"]) > 1000

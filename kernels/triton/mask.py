@@ -1,4 +1,7 @@
-"""mask.masked_logits as one Triton kernel. Imported only where triton is installed; its meaning, and its test, is mask.py."""
+"""Grammar masks over logits, in place, as one Triton kernel. Imported only where triton is.
+
+Its meaning, and its test, is `masked_logits` of python/runtime/backends/cuda/mask.py, in torch.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ def _mask_kernel(x, words, rows, vocab_size, x_stride, words_stride, size: tl.co
 
 
 def masked_logits(x: Tensor, words: Tensor, rows: Tensor) -> Tensor:
-    """See mask.masked_logits; in place."""
+    """See backends/cuda/mask.py; in place."""
     assert x.stride(1) == 1 and words.stride(1) == 1
     grid = (rows.shape[0], -(-x.shape[1] // BLOCK))
     _mask_kernel[grid](x, words, rows, x.shape[1], x.stride(0), words.stride(0), size=BLOCK)
