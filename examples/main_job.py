@@ -130,7 +130,7 @@ def main() -> None:
         table = Table(engine)
 
         print("\nFour questions, forked from one report:")
-        greedy = ph.SamplingParams(temperature=0, max_tokens=24, stop="\n")
+        greedy = ph.SamplingParams(temperature=0, max_tokens=24, stop=("\n",))
         answers = engine.generate([ask(q) for q in QUESTIONS], greedy)
         for question, answer in zip(QUESTIONS, answers):
             say("  Q", question)

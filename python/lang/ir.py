@@ -125,11 +125,13 @@ def parts_of(value: object) -> tuple[Part, ...]:
         return (value,)
     if value is None:
         return ()
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return (str(value),)
     raise located(
-        InvalidRequestError(f"a {type(value).__name__} cannot be appended; expected text, a gen, a select, a role, or a sum of those."), caller()
-    )  # fmt: skip
+        InvalidRequestError(
+            f"{str(value)[:40]!r} is of type {type(value).__name__} and cannot be appended; expected text, a gen, a select, a role, or a sum of "
+            "those. Append str(value), or ref(handle) for what a gen gave."
+        ),
+        caller(),
+    )
 
 
 class Plain(Node):

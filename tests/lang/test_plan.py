@@ -174,6 +174,27 @@ def test_y6_few_shot_in_any_order(order: str) -> None:
         backend.check()
 
 
+def test_f4_siblings_carry_their_parent_and_its_lease_outlives_a_pause() -> None:
+    held: list[int] = []
+
+    @function
+    def program(s: State) -> Any:
+        s += "A text that the branches share." + gen("a", max_tokens=4)
+        assert s["a"]
+        held.append(backend.stats().holds)  # a tool at work, say: nothing runs, and what the path has computed stays
+        with s.fork(3) as branches:
+            for i, b in enumerate(branches):
+                b += f" {i}:" + gen("x", max_tokens=4)
+        return s["x"]
+
+    with Scripted(said) as backend:
+        run = program.run(backend=backend)
+        first, *siblings = [r for r in run.records if r.kind == "gen"]
+        assert [r.request.parent for r in siblings] == [first.request.id] * 3 and first.request.hold
+        assert held == [1] and backend.stats().holds == 0
+        assert run.usage.recomputed == run.usage.again
+
+
 # ---- U -----------------------------------------------------------------------------------------------------------------------
 
 

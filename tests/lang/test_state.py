@@ -685,3 +685,15 @@ def test_with_a_models_own_tokenizer(smollm2_tokenizer: Tokenizer) -> None:
 
     with Scripted({"n": "12"}, smollm2_tokenizer) as backend:
         assert program.run(backend=backend).value == 12
+
+
+@pytest.mark.parametrize("value", [5, 2.5, True, ["a"], b"a"])
+def test_what_is_no_text_is_refused_at_its_line(value: Any) -> None:
+    @function
+    def program(s: State) -> None:
+        s += "n: "
+        s += value
+
+    with Scripted({}) as backend, pytest.raises(InvalidRequestError, match=r"cannot be appended.*str\(value\)") as caught:
+        program.run(backend=backend)
+    assert caught.value.at is not None and caught.value.at.startswith(__file__)
