@@ -116,7 +116,7 @@ def say(label: str, text: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--model", help="a directory, a .gguf file or org/name; default: the embedded model")
     parser.add_argument("--device", default="auto", help="auto, cpu or reference")
     parser.add_argument("--seed", type=int, default=7)

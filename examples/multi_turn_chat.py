@@ -22,7 +22,7 @@ TURNS = [
 @ph.function
 def chat(s: ph.State, turns: list[str], max_tokens: int = 40) -> list[str]:
     s += ph.system("You are a friendly neighbour. Answer in one short sentence.")
-    replies = []
+    replies: list[str] = []
     for number, turn in enumerate(turns):
         reply = ph.gen(f"reply_{number}", max_tokens=max_tokens)
         s += ph.user(turn) + ph.assistant(reply)

@@ -27,13 +27,17 @@ QUESTIONS = [
     "Who is the harbour master?",
     "What is the name of the cat?",
     "When does the fish market open?",
+    "How long is the south pier?",
+    "On which day does the ferry not sail?",
+    "Which fish are sold all year?",
+    "How many books does the library have?",
 ]
 
 
 @ph.function
 def answer_all(s: ph.State, documents: dict[str, str], questions: list[str], max_tokens: int = 24) -> dict[str, str]:
     s += ph.system("Answer from these documents.\n\n" + "\n\n".join(f"[{name}] {text}" for name, text in documents.items()))
-    answers = {}
+    answers: dict[str, str] = {}
     for question in questions:  # one after another, as they come in
         with s.copy() as branch:
             found = ph.gen("answer", stop="\n", max_tokens=max_tokens)
@@ -46,7 +50,7 @@ def answer_all(s: ph.State, documents: dict[str, str], questions: list[str], max
 def digest(s: ph.State, documents: dict[str, str], question: str, max_tokens: int = 24) -> str:
     s += "Notes from the archive.\n"
     notes = s.fork(len(documents))
-    notes += lambda i: f"\n[{list(documents)[i]}] {list(documents.values())[i]}\n"
+    notes += [f"\n[{name}] {text}\n" for name, text in documents.items()]
     notes.join(mode="concate_and_append")
     s += f"\nQuestion: {question}\nAnswer:" + ph.gen("answer", stop="\n", max_tokens=max_tokens)
     return str(s["answer"]).strip()

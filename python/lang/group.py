@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Generic, Literal, TypeVar, overload
 
-from phloem.lang.ir import Gen, caller, located
+from phloem.lang.ir import Expr, Gen, Part, caller, located
 from phloem.lang.path import Path, Slot
 from phloem.lang.state import AsyncState, BaseState, Scope, State
 from phloem.runtime.errors import Cancelled, InvalidRequestError, PhloemError
@@ -69,21 +69,22 @@ class BaseGroup(Generic[S]):
     def __iter__(self) -> Iterator[S]:
         return iter(self._states)
 
-    def __iadd__(self, other: Any) -> Any:
+    def __iadd__(self, other: Part | Expr | Sequence[Part | Expr] | Callable[[int], Part | Expr] | None) -> Any:
         """The same to every branch; a function of the index; or a list, one a branch."""
-        if callable(other):
+        what: Any = other
+        if callable(what):
             for i, state in enumerate(self._states):
-                state += other(i)
-        elif isinstance(other, (list, tuple)):
-            if len(other) != len(self._states):
+                state += what(i)
+        elif isinstance(what, (list, tuple)):
+            if len(what) != len(self._states):
                 raise located(
-                    InvalidRequestError(f"{len(other)} parts for {len(self._states)} branches.", param="fork"), caller()
+                    InvalidRequestError(f"{len(what)} parts for {len(self._states)} branches.", param="fork"), caller()
                 )
-            for state, part in zip(self._states, other):
+            for state, part in zip(self._states, what):
                 state += part
         else:
             for state in self._states:
-                state += other
+                state += what
         return self
 
     # ---- what both forms do between waits -------------------------------------------------------------------------------

@@ -250,6 +250,17 @@ def test_extraction_gives_valid_tickets(watched: Watched) -> None:
     assert run.usage.forced > 0
 
 
+@pytest.mark.slow
+def test_extraction_of_50_mails_on_the_model(watched: Watched) -> None:
+    module = load("extract_json")
+    people = ["Ruth", "Tom", "Olga", "Jun", "Ines", "Bo", "Ada", "Piet", "Mia", "Lev", "Uma", "Kai", "Zoe"]
+    mails = [f"{mail} {name}, order {i}" for i, (name, mail) in enumerate((n, m) for n in people for m in module.MAILS)][:50]
+    run = module.main(watched, mails=mails)
+    watched.check(run)
+    assert len(run.value) == 50 and all(isinstance(t, module.Ticket) and 1 <= t.items <= 99 for t in run.value)
+    assert run.usage.forced > 0 and run.usage.hit > 0.5
+
+
 def test_extraction_of_50_mails_scripted() -> None:
     module = load("extract_json")
 
