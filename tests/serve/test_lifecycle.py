@@ -423,7 +423,7 @@ def test_engines_that_die_at_random_moments_lose_no_reply() -> None:
 
     Who connects after the end is refused by the system; the server's own log says which requests it took.
     """
-    for steps in (1, 2, 7, 30, 100, 300):
+    for steps in (1, 2, 7, 30, 60, 110):  # the longest stream alone takes 122: however they arrive, the engine gets so far
         with Process("--port", "0", engine={"pause": 0.002, "die_after": steps + 2}) as process:
             process.ready()
             streams = [Streaming(process, stream=n % 2 == 0, max_tokens=5 + 3 * n) for n in range(40)]
