@@ -216,17 +216,23 @@ def jump(engine: phloem.Engine, rows: list[dict[str, Any]], repeat: int) -> None
 
 
 FREE: dict[str, Any] = {
-    "xgrammar": {"type": "string", "minLength": 100_000},
+    "xgrammar": {
+        "type": "object",
+        "properties": {"text": {"type": "string"}},
+        "required": ["text"],
+        "additionalProperties": False,
+    },
     "llguidance": {"type": "object", "properties": {"text": {"type": "string", "minLength": 100_000}}, "required": ["text"]},
 }
-"""A string that never ends, by the engine that its schema goes to."""
+"""A string, by the engine that its schema goes to. It never ends: plain and constrained, no quote is drawn."""
 
 
 def free(engine: phloem.Engine, pairs: int, tokens: int, only_cpu: bool = False) -> None:
     """The first step is taken off each run, by a run of one drawn token beside it: there a prompt's end, a forced start and a
     cursor are computed, which are not decoding. A pair is a plain and a constrained run next to each other, either one first.
     """
-    rng = random.Random(0)
+    rng, tokenizer = random.Random(0), engine.tokenizer
+    no_quotes = {i: -100.0 for i in range(tokenizer.vocab_size) if b'"' in tokenizer.token_bytes(i)}
     for batch in (1, 16):
         prompts = [f"Story {i}: once upon a time there was " for i in range(batch)]
 
@@ -234,7 +240,7 @@ def free(engine: phloem.Engine, pairs: int, tokens: int, only_cpu: bool = False)
             """(wall seconds, CPU seconds of this thread, steps) of a run that draws `count` tokens a prompt."""
             forced = constraint.get("forced", 0)
             options = {k: v for k, v in constraint.items() if k != "forced"}
-            sampling = SamplingParams(temperature=0, max_tokens=count + forced, ignore_eos=True)
+            sampling = SamplingParams(temperature=0, max_tokens=count + forced, ignore_eos=True, logit_bias=no_quotes)
             before, cpu, start = engine.stats().steps, time.thread_time(), time.perf_counter()
             outputs = engine.generate(prompts, sampling, **options)  # noqa: B023
             found = (time.perf_counter() - start, time.thread_time() - cpu, engine.stats().steps - before)
@@ -250,7 +256,7 @@ def free(engine: phloem.Engine, pairs: int, tokens: int, only_cpu: bool = False)
         for name, schema in FREE.items():
             bound: dict[str, Any] = {"json_schema": schema, "trusted": True, "json_whitespace": "spaced"}
             bound["forced"] = engine.generate(
-                prompts[0], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), **bound
+                prompts[0], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logit_bias=no_quotes), **bound
             ).usage.forced_tokens
             both: list[dict[str, Any]] = [{}, bound]
             for constraint in both:

@@ -22,9 +22,19 @@ from phloem.runtime.grammar.limits import check_size, read_schema
 from phloem.runtime.grammar.lower import lower_schema
 from phloem.runtime.request import GrammarSpec
 
-__all__ = ["AUDITED", "AUDIT_VERSION", "ENGINES_OF", "Route", "XGRAMMAR_FACTS", "is_audited", "route", "xgrammar_objection"]
+__all__ = [
+    "AUDITED",
+    "AUDIT_VERSION",
+    "ENGINES_OF",
+    "Route",
+    "XGRAMMAR_FACTS",
+    "has_sized_string",
+    "is_audited",
+    "route",
+    "xgrammar_objection",
+]
 
-AUDIT_VERSION = "audit 3"
+AUDIT_VERSION = "audit 4"
 """Part of every cache key (C5): raise it whenever a fact or a lowering changes."""
 
 AUDITED = {"xgrammar": ("0.2.9",), "llguidance": ("1.9.1",)}
@@ -72,7 +82,8 @@ def _route_schema(spec: GrammarSpec, limits: Limits, engines: tuple[str, ...], l
     chosen = [
         name
         for name in engines
-        if (name != "xgrammar" or xgrammar_objection(schema) is None) and (name != "token_fsm" or _may_be_scalar(schema))
+        if (name != "xgrammar" or (xgrammar_objection(schema) is None and not has_sized_string(schema)))
+        and (name != "token_fsm" or _may_be_scalar(schema))
     ]
     if found.unproved and "xgrammar" in chosen:
         chosen.remove("xgrammar")
@@ -157,7 +168,7 @@ def _int64(node: Mapping[str, Any]) -> bool:
 XGRAMMAR_FACTS: dict[str, tuple[str, Fact]] = {
     "object": ("closed: additionalProperties false, required within properties", lambda n: _only("type", "properties", "required", "additionalProperties")(n) and _closed(n)),
     "array": ("items, minItems, maxItems", _only("type", "items", "minItems", "maxItems")),
-    "string": ("plain, or min/maxLength alone", _only("type", "minLength", "maxLength")),
+    "string": ("plain; inside tags min/maxLength alone, without escapes", _only("type", "minLength", "maxLength")),
     "integer": ("ranges within int64", lambda n: _only("type", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")(n) and _int64(n)),
     "number": ("without bounds", _only("type")),
     "boolean": ("", _only("type")),
@@ -171,6 +182,17 @@ XGRAMMAR_FACTS: dict[str, tuple[str, Fact]] = {
 No pattern and no format: its regexes skip what stands before a bounded repeat in an optional group (`a(\\.[0-9]{1,3})?b` takes
 "a1b"), and its formats are written with the same engine.
 """
+
+
+def has_sized_string(schema: Any) -> bool:
+    """Whether a lowered schema has a string with a length. xgrammar takes no escape there: no quote, no backslash, no newline, which is
+    sound, and not what the schema says. Inside tags, which no other engine has, that is what is served."""
+    if not isinstance(schema, dict):
+        return False
+    if schema.get("type") == "string" and ("minLength" in schema or "maxLength" in schema):
+        return True
+    parts = [*schema.get("properties", {}).values(), *schema.get("$defs", {}).values(), *schema.get("anyOf", ())]
+    return any(map(has_sized_string, [*parts, schema.get("items")]))
 
 
 def xgrammar_objection(schema: Any, pointer: str = "") -> tuple[str, str] | None:

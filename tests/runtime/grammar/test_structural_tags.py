@@ -60,6 +60,18 @@ def test_w1_blanks_inside_tags(whitespace: Any, text: str, good: bool, smollm2: 
     assert takes(grammar(smollm2, json_whitespace=whitespace), smollm2, f"<function=f>{text}</function>") == good
 
 
+def test_half_a_surrogate_pair_is_no_text_of_any_tag(smollm2: Vocabulary) -> None:
+    """Each tag has rules of its own in xgrammar's grammar: only those of the first were corrected."""
+    content = {"type": "json_schema", "json_schema": ARGUMENTS}
+    tags = [{"begin": f"<function={name}>", "content": content, "end": "</function>"} for name in "fgh"]
+    source = {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": ["<function="], "tags": tags}}
+    several = serve(route(GrammarSpec(kind="structural_tag", source=json.dumps(source)), Limits()), smollm2, Limits())
+    for name in "fgh":
+        for escape, good in (("\\u00e9", True), ("\\ud83d\\ude00", True), ("\\ud83d", False), ("\\ude00", False)):
+            text = f'<function={name}>{{"a": "{escape}", "n": 1}}</function>'
+            assert takes(several, smollm2, text) == good, text
+
+
 def test_no_special_token_is_free_text(smollm2: Vocabulary) -> None:
     cursor = grammar(smollm2).cursor()
     for token in smollm2.special_ids.difference(smollm2.stop_ids):
