@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = """
 from dataclasses import dataclass
@@ -46,6 +48,7 @@ reveal_type(later.run().value)               # int
 """
 
 
+@pytest.mark.slow  # `make types` checks the same, in typed_program.py
 def test_reveal_type(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "scripts/link_types.py"], cwd=ROOT, check=True)
     file = tmp_path / "typed.py"
