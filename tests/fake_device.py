@@ -105,6 +105,12 @@ class FakeDevice:
     def free_bytes(self) -> int:
         return self.free
 
+    def settle(self) -> None:
+        pass  # what torch does outside of `run` is done at once
+
+    def release(self) -> None:
+        assert all(not s.queue for s in self.streams), "memory was given back that something under way may use"
+
     def until(self, condition: Callable[[], bool]) -> None:
         while not condition():
             runnable = [s for s in self.streams if self._runnable(s)]

@@ -238,10 +238,15 @@ class RewritableBackend(Backend, Protocol):
         """The same part of another matrix of the same form."""
         ...
 
+    def settle(self) -> None:
+        """Everything stored so far, vectors too, has arrived where a step reads it."""
+        ...
+
     def read(self, packed: Packed, row: int, count: int) -> Tensor:
         """Rows as the arithmetic takes them, float32 [count, in]."""
         ...
 
     def discard(self, packed: Packed) -> int:
-        """Give its memory back to the system; the bytes. It holds nothing until every part is stored again."""
+        """Give its memory back to the system; the bytes. It holds nothing until every part is stored again. A backend may lack this
+        method: its weights stay."""
         ...

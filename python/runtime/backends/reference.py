@@ -74,6 +74,9 @@ class Reference:
     def store_from(self, packed: Packed, source: Packed, part: int) -> None:
         _part(packed, part)[:] = _part(source, part)
 
+    def settle(self) -> None:
+        pass
+
     def read(self, packed: Packed, row: int, count: int) -> Tensor:
         return torch.from_numpy(_matrix(packed).values[row : row + count].copy())
 

@@ -184,7 +184,7 @@ def _core(
     if backend.name == "cuda":
         width = loaded.config.vocabulary
         executor = device_executor(
-            backend, loaded.model, kv, limits, vocab_size=min(tokenizer.vocab_size, width), width=width, max_running=max_running,
+            backend, loaded, kv, limits, vocab_size=min(tokenizer.vocab_size, width), width=width, max_running=max_running,
             overlap=resolved.overlap,
         )  # fmt: skip
         return EngineCore(_core_settings(resolved, loaded.opened, tokenizer), executor, grammar=grammars)

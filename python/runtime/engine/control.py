@@ -189,6 +189,8 @@ class Control:
         release = getattr(core.executor, "discard_kv", None)
         if release is None:
             raise ConfigError("this engine's device cannot hand its KV pool back; close the engine instead.", param="suspend")
+        if weights:
+            self._weights().ensure_discardable()
         for q in list(scheduler.running):
             scheduler.preempt(q)
         self._prefixes = self._hottest()

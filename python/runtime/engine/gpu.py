@@ -12,13 +12,13 @@ import importlib.util
 from typing import Literal
 
 from phloem.runtime.backends import create_backend
-from phloem.runtime.backends.base import Backend, KVSpec, Limits, Model
+from phloem.runtime.backends.base import Backend, KVSpec, Limits
 from phloem.runtime.config import Dtype, EngineConfig, Hardware, Resolved
 from phloem.runtime.errors import ConfigError
 from phloem.runtime.executor.device import DeviceExecutor
 from phloem.runtime.models.convert import Dtype as LoadDtype
 from phloem.runtime.models.convert import common_kind, num_bytes
-from phloem.runtime.models.loader import OpenModel
+from phloem.runtime.models.loader import LoadedModel, OpenModel
 
 __all__ = ["check_dtype", "device_executor", "gpu_dtype", "gpu_kv", "make_backend", "on_gpu", "planned_bytes"]
 
@@ -109,7 +109,15 @@ def make_backend(resolved: Resolved, dtype: LoadDtype) -> Backend:
 
 
 def device_executor(
-    backend: Backend, model: Model, kv: KVSpec, limits: Limits, *, vocab_size: int, width: int, max_running: int, overlap: bool
+    backend: Backend,
+    loaded: LoadedModel,
+    kv: KVSpec,
+    limits: Limits,
+    *,
+    vocab_size: int,
+    width: int,
+    max_running: int,
+    overlap: bool,
 ) -> DeviceExecutor:
     from phloem.runtime.backends.cuda import Cuda
     from phloem.runtime.executor.device_sampler import DeviceSampler
@@ -117,6 +125,6 @@ def device_executor(
     assert isinstance(backend, Cuda)
     sampler = DeviceSampler(backend.device, vocab_size=vocab_size, width=width, max_requests=2 * max_running, mask=backend.mask)
     return DeviceExecutor(
-        backend.bind(model, kv, limits), sampler, page_size=kv.page_size, num_pages=kv.num_pages, width=width, max_running=max_running,
-        max_logits=limits.max_logits, overlap=overlap,
+        backend.bind(loaded.model, kv, limits), sampler, page_size=kv.page_size, num_pages=kv.num_pages, width=width, max_running=max_running,
+        max_logits=limits.max_logits, overlap=overlap, weights=loaded.weights,
     )  # fmt: skip

@@ -27,7 +27,7 @@ from torch import Tensor
 from phloem.runtime.backends.base import Model
 from phloem.runtime.backends.cuda.lanes import Event
 from phloem.runtime.backends.cuda.runner import CudaRunner
-from phloem.runtime.errors import ConfigError, EngineClosedError
+from phloem.runtime.errors import EngineClosedError
 from phloem.runtime.executor.base import Ticket
 from phloem.runtime.executor.batch import PackedRows, Part, first_logit, pack, split
 from phloem.runtime.executor.device_sampler import DeviceDraw, DeviceSampler, DeviceScore
@@ -85,14 +85,15 @@ class DeviceExecutor:
         max_running: int,
         max_logits: int,
         overlap: bool = True,
+        weights: LiveWeights | None = None,
     ) -> None:
-        """overlap: False waits for each forward and draw at once, for comparing."""
+        """overlap: False waits for each forward and draw at once, for comparing.   weights: those of the runner's model."""
         self.page_size, self.num_pages, self.width = page_size, num_pages, width
         self.device = runner.device
         self.last_token = torch.zeros(max_running, dtype=torch.int32, device=self.device.torch_device)
         self.host_wait_seconds = self.device_stall_seconds = self.device_seconds = 0.0
         self.steps = 0
-        self.weights: LiveWeights | None = None  # they cannot be looked at or changed yet
+        self.weights = weights
         self._runner, self._sampler, self._max_logits, self._overlap = runner, sampler, max_logits, overlap
         self._compute, self._copies = runner.stream, self.device.stream("copies")
         self.device.synchronize()  # last_token was filled on another stream
@@ -112,6 +113,8 @@ class DeviceExecutor:
         try:
             if self._broken is not None:
                 raise self._broken
+            if self.weights is not None:
+                self.weights.ensure_valid()
             self._launch(ticket)
         except Exception as error:
             self._fail(ticket, error)
@@ -157,10 +160,11 @@ class DeviceExecutor:
         self._runner.rebind(model)
 
     def discard_kv(self) -> int:
-        raise ConfigError("the cuda backend cannot hand its KV pool back; close the engine instead.", param="suspend")
+        """Give the pool's memory back to the system: bytes. Nothing is in flight."""
+        return self._runner.discard_kv()
 
     def restore_kv(self) -> None:
-        raise AssertionError("nothing was handed back")
+        self._runner.restore_kv()
 
     def close(self) -> None:
         """Idempotent."""

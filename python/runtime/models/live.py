@@ -23,7 +23,7 @@ from torch import Tensor
 
 from phloem.runtime.backends.base import Backend, Model, Packed, RewritableBackend, Weight, WeightKind
 from phloem.runtime.backends.blocks import BLOCK_BYTES, dequantise, quantise
-from phloem.runtime.errors import UnsupportedModelError, WeightLayoutError, WeightsInvalidError
+from phloem.runtime.errors import ConfigError, UnsupportedModelError, WeightLayoutError, WeightsInvalidError
 from phloem.runtime.models.config import ModelConfig
 from phloem.runtime.models.safetensors_file import INDEX, SINGLE, read_safetensors, read_sharded
 
@@ -125,7 +125,7 @@ class LiveWeights:
                 for d in piece.shape:
                     elements *= d
                 per = BLOCK_BYTES.get(slot.kind)
-                total += elements // 32 * per if per else elements * (2 if slot.kind == "bf16" else 4)
+                total += elements // 32 * per if per else elements * {"bf16": 2, "f16": 2, "f8": 1}.get(slot.kind, 4)
         return total
 
     # ---- an update -----------------------------------------------------------------------------------------------------
@@ -204,12 +204,14 @@ class LiveWeights:
         if missing:
             raise _layout([f"missing     {name} {list(self.names[name])}" for name in missing])
         if update.staging == "none":
+            self._backend.settle()
             self._update, self.invalid = None, ""
             return None
         if update.partial:
             come = {self._aliases.get(name, name) for name in update.arrived}
             for slot in self.slots:
                 self._complete(update, slot, come)
+        self._backend.settle()
         values = {slot.param: update.values.get(slot.param, self._values[slot.param]) for slot in self.slots}
         return self._build(values)
 
@@ -245,7 +247,7 @@ class LiveWeights:
     def _rows(self, value: Packed | Tensor, slot: Slot, i: int) -> Tensor:
         at, shape = sum(piece.shape[0] for piece in slot.pieces[:i]), slot.pieces[i].shape
         if isinstance(value, Tensor):
-            return value[at : at + shape[0]].float().clone()
+            return value[at : at + shape[0]].to("cpu", torch.float32, copy=True)
         return torch.cat(
             [self._backend.read(value, at + r, min(ROWS_READ, shape[0] - r)) for r in range(0, shape[0], ROWS_READ)]
         )
@@ -259,6 +261,12 @@ class LiveWeights:
         return total.hexdigest()
 
     # ---- memory ---------------------------------------------------------------------------------------------------------
+
+    def ensure_discardable(self) -> None:
+        if not hasattr(self._backend, "discard"):
+            raise ConfigError(
+                f"the {self._name} backend keeps its weights: suspend({{'kv'}}) gives back the pages alone.", param="what"
+            )
 
     def discard(self) -> int:
         """Give the memory of all weights back (rl Z2); they must be loaded again, all of them. Returns the bytes."""
@@ -317,9 +325,9 @@ class LiveWeights:
         kept = self._rows(self._target(update, slot), slot, i)
         if slot.kind in BLOCK_BYTES:
             tensor = dequantise(slot.kind, quantise(slot.kind, tensor.float()))
-        elif slot.kind == "bf16":
-            tensor = tensor.to(torch.bfloat16)
-        return torch.equal(kept, tensor.float().view(kept.shape))
+        elif slot.kind in ("bf16", "f16"):
+            tensor = tensor.to(torch.bfloat16 if slot.kind == "bf16" else torch.float16)
+        return torch.equal(kept, tensor.float().cpu().view(kept.shape))
 
     def _complete(self, update: _Update, slot: Slot, come: set[str]) -> None:
         """Of a partial update: pieces that did not come keep their values, in the buffer where the others are new."""

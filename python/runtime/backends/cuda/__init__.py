@@ -3,6 +3,7 @@
 lanes.py     what a device must offer      device.py   torch.cuda, and nothing else says it
 plan.py      which pages are read together attention.py, ops.py   the FlashInfer calls
 graphs.py    captured decode steps         runner.py   one step, staged and enqueued
+rewrite.py   new weights in old matrices
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from phloem.runtime.backends.base import KVSpec, Limits, Model, Packed, Weight
+from phloem.runtime.backends.cuda import rewrite
 from phloem.runtime.backends.cuda.device import CudaDevice, find_gpu
 from phloem.runtime.backends.cuda.lanes import Device
 from phloem.runtime.backends.cuda.mask import best_mask
@@ -90,6 +92,22 @@ class Cuda:
                 "Use dtype='bf16' or 'f16'."
             )
         return pack_matrix(parts, gated=gated, compute=self.compute, device=self.device.torch_device)
+
+    def like(self, packed: Packed) -> Packed:
+        """An empty matrix of the same form. 4-bit ones raise UnsupportedModelError here and below."""
+        return rewrite.like(packed)
+
+    def store(self, packed: Packed, part: int, weight: Weight) -> None:
+        rewrite.store(packed, part, weight)
+
+    def store_from(self, packed: Packed, source: Packed, part: int) -> None:
+        rewrite.store_from(packed, source, part)
+
+    def settle(self) -> None:
+        self.device.settle()
+
+    def read(self, packed: Packed, row: int, count: int) -> Tensor:
+        return rewrite.read(packed, row, count)
 
     def vector(self, values: Tensor) -> Tensor:
         """In the compute dtype: FlashInfer's norms take weight and input alike."""

@@ -103,6 +103,12 @@ class CudaDevice:
     def free_bytes(self) -> int:
         """What the driver has left once torch's allocator has handed back what it holds and does not use. What a graph's pool holds is
         taken, whether a tensor lies in it now or not: no one else can have it."""
-        torch.cuda.empty_cache()
+        self.release()
         free, _ = torch.cuda.mem_get_info(self.torch_device)
         return int(free)
+
+    def release(self) -> None:
+        torch.cuda.empty_cache()
+
+    def settle(self) -> None:
+        torch.cuda.current_stream(self.torch_device).synchronize()

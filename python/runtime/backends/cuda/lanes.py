@@ -84,3 +84,11 @@ class Device(Protocol):
     def free_bytes(self) -> int:
         """What is left for others: memory that graphs keep for themselves is not."""
         ...
+
+    def release(self) -> None:
+        """Hand back to the system what no tensor holds."""
+        ...
+
+    def settle(self) -> None:
+        """The host waits for what it enqueued outside of `run`: copies into weights, say. What runs on the streams goes on."""
+        ...

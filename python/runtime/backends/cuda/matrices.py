@@ -39,8 +39,11 @@ INNER_K_TILES = 8  # of tinygemm's packing: `in` must be a multiple of 16 times 
 
 @dataclass(slots=True)
 class PlainMatrix:
+    """widths: rows of each part."""
+
     data: Tensor
     gated: bool = False
+    widths: tuple[int, ...] = ()
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -65,6 +68,7 @@ class Fp8Matrix:
     scales: Tensor
     compute: torch.dtype
     gated: bool = False
+    widths: tuple[int, ...] = ()
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -124,18 +128,18 @@ def pack_matrix(parts: Sequence[Weight], *, gated: bool, compute: torch.dtype, d
         raise KernelError(f"parts of one matrix have {sorted(columns)} columns; expected one width.")
     if gated and (len(parts) != 2 or parts[0].shape != parts[1].shape):
         raise KernelError(f"a gated matrix is made of [gate, up] of one shape, not of {[p.shape for p in parts]}.")
-    kinds = {part.kind for part in parts}
+    kinds, widths = {part.kind for part in parts}, tuple(part.shape[0] for part in parts)
     if kinds <= {"f32", "bf16", "f16", "q8_0"}:
         # Part by part: the host never holds a second copy of the whole matrix.
         plain = [dequantise("q8_0", p.data).view(p.shape) if p.kind == "q8_0" else p.data.detach() for p in parts]
-        return PlainMatrix(torch.cat([p.to(device).to(compute) for p in plain]), gated)
+        return PlainMatrix(torch.cat([p.to(device).to(compute) for p in plain]), gated, widths)
     if kinds <= {"f8", "e4m3"}:
         scaled = [_scaled(p) if p.kind == "e4m3" else scaled_rows(p.data.detach().to(device)) for p in parts]
         scaled = [(v.to(device), s.to(device)) for v, s in scaled]
         data, scales = torch.cat([v for v, _ in scaled]), torch.cat([s for _, s in scaled]).t().contiguous()
         if data.shape[0] % 16 or data.shape[1] % 16:
             raise KernelError(f"an fp8 matrix of {list(data.shape)}: both sides must be multiples of 16. Use dtype='bf16'.")
-        return Fp8Matrix(data, scales, compute, gated)
+        return Fp8Matrix(data, scales, compute, gated, widths)
     if kinds <= {"q4_0", "q4_1"}:
         if compute != torch.bfloat16:
             raise KernelError("the int4 kernel computes in bf16; use dtype='q4' or 'auto' with a bf16 model.")

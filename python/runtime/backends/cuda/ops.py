@@ -80,6 +80,16 @@ class CudaKV:
         # index_select has no fp8, a view of bytes has.
         return tuple(t.view(torch.uint8).index_select(0, index).view(self.dtype).float().cpu() for t in (k, v))  # type: ignore[return-value]
 
+    def discard(self) -> int:
+        """The bytes given up. Views of the pages stay, of nothing."""
+        nbytes = self.data.untyped_storage().nbytes()
+        self.data.untyped_storage().resize_(0)
+        return nbytes
+
+    def restore(self) -> None:
+        self.data.untyped_storage().resize_(self.data.numel() * self.data.itemsize)
+        self.data.view(torch.uint8).zero_()  # as at the start
+
     def copy(self, source: Tensor, target: Tensor) -> None:
         """All layers of each page, whatever is in it. Copies of a plan commute."""
         raw = self.data.view(torch.uint8)

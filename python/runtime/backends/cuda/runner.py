@@ -122,6 +122,20 @@ class CudaRunner:
         self.device.synchronize()  # its weights may still be on their way, on another stream
         self._capture()
 
+    def discard_kv(self) -> int:
+        """Give the pages' memory, and that of the graphs, back to the system; bytes of the pages. Nothing is in flight."""
+        self.device.synchronize()
+        self.graphs = DecodeGraphs(())
+        freed = self.kv.discard()
+        self.device.release()
+        return freed
+
+    def restore_kv(self) -> None:
+        """Take it again: empty pages, at addresses of their own, so the graphs are captured anew."""
+        self.kv.restore()
+        self.device.synchronize()
+        self._capture()
+
     # ---------------------------------------------------------------------------------------------------- the two halves
 
     def stage(self, batch: ForwardBatch, from_slot: NDArray[np.int32] | None = None) -> Staged:
