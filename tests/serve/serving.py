@@ -161,6 +161,7 @@ class Server:
         self.host = Host(self.config, observer=self.watcher)
         self.host.ready(client, model)
         self.app = create_app(self.config, self.host)
+        self.answers = 0  # that have begun: their status is out
         self._close = close
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -169,7 +170,14 @@ class Server:
         self.headers: dict[str, str] = {}
 
     async def _made(self) -> httpx.AsyncClient:
-        transport = httpx.ASGITransport(self.app, raise_app_exceptions=True)
+        async def counted(scope: Any, receive: Any, send: Any) -> None:
+            async def spy(message: Any) -> None:
+                self.answers += message["type"] == "http.response.start"
+                await send(message)
+
+            await self.app(scope, receive, spy)
+
+        transport = httpx.ASGITransport(counted, raise_app_exceptions=True)
         return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000", timeout=120)
 
     def run(self, work: Any) -> Any:

@@ -222,7 +222,10 @@ def test_abort_all_ends_every_stream_with_an_error_event() -> None:
         ]
         for thread in threads:
             thread.start()
-        wait(lambda: server.host.num_open == 2 and server.host.waiting == 0, "both run")
+        wait(
+            lambda: server.host.num_open == 2 and server.host.waiting == 0 and server.answers == 1,
+            "both run, the stream has begun",
+        )
         reply = server.post("/abort_request", abort_all=True, headers={"authorization": "Bearer admin"})
         assert reply.json() == {"aborted": 2}
         for thread in threads:
@@ -266,7 +269,10 @@ def test_a_dead_engine_fails_what_is_pending_and_refuses_the_rest() -> None:
         ]
         for thread in threads:
             thread.start()
-        wait(lambda: server.host.num_open == 2 and server.host.waiting == 0, "both run")
+        wait(
+            lambda: server.host.num_open == 2 and server.host.waiting == 0 and server.answers == 1,
+            "both run, the stream has begun",
+        )
         server.client.close()
         for thread in threads:
             thread.join(60)
