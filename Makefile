@@ -51,7 +51,7 @@ lint: $(VENV)/.ready-dev
 types: $(VENV)/.ready-dev
 	$(BIN)/python scripts/link_types.py
 	MYPYPATH=build/types $(BIN)/mypy -p phloem
-	MYPYPATH=build/types:examples $(BIN)/mypy $(filter-out examples/grpo_%,$(wildcard examples/*.py)) tests/lang/typed_program.py
+	MYPYPATH=build/types:examples $(BIN)/mypy $(wildcard examples/*.py) tests/lang/typed_program.py
 
 sanitize: $(VENV)/.ready-dev
 	$(BIN)/cmake -S kernels -B build/sanitize -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DPHLOEM_TESTS=ON -DPHLOEM_SANITIZE=ON -DCMAKE_BUILD_TYPE=Debug >build/sanitize.log || (cat build/sanitize.log; exit 1)

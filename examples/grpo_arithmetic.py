@@ -145,7 +145,7 @@ def train(
 
 def descend(model: Any, optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
     optimizer.zero_grad()
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
 
@@ -162,7 +162,7 @@ def main() -> None:
     parser.add_argument("--break", dest="broken", choices=("", "commit", "update"), default="")
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
-    mode = "copy" if args.broken == "update" else args.mode
+    mode: Literal["shared", "copy"] = "copy" if args.broken == "update" else args.mode
     print(json.dumps(asdict(train(args.seed, args.steps, mode, args.broken, args.threads))))
 
 

@@ -29,7 +29,7 @@ def make_model(threads: int) -> tuple[Any, Any]:
         state, tokenizer = engine.state_dict(), engine.tokenizer
     config = LlamaConfig(
         vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
-        max_position_embeddings=8192, rms_norm_eps=1e-5, rope_theta=100000.0, tie_word_embeddings=True, bos_token_id=1, eos_token_id=2, pad_token_id=2,
+        max_position_embeddings=8192, rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 100000.0}, tie_word_embeddings=True, bos_token_id=1, eos_token_id=2, pad_token_id=2,
     )  # fmt: skip
     model = LlamaForCausalLM(config)
     model.load_state_dict({**state, "lm_head.weight": state["model.embed_tokens.weight"]})
@@ -72,7 +72,7 @@ def main() -> None:
             loss = -(advantages[:, None] * torch.exp(logp - logp.detach()) * x.loss_mask).sum() / x.loss_mask.sum()
             with engine.training():
                 optimizer.zero_grad()
-                loss.backward()
+                loss.backward()  # type: ignore[no-untyped-call]
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
             count = len(scores)
