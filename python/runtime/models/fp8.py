@@ -48,13 +48,15 @@ def fp8_format(said: Mapping[str, Any]) -> tuple[Fp8Format, str]:
         elif said.get("sparsity_config") not in (None, {}):
             wrong = "it has a sparsity_config"
         else:
-            blocks = {tuple(w.get("block_structure") or ()) for w in weights if isinstance(w, dict)}
-            wrong = "" if len(blocks) == 1 else f"config_groups have blocks of {sorted(blocks)}, expected one size"
-            block = next(iter(blocks)) or None
+            blocks = [w.get("block_structure") for w in weights if isinstance(w, dict)]
+            block = blocks[0]
+            if any(other != block for other in blocks):
+                wrong = f"config_groups have blocks of {blocks}, expected one size"
     if not wrong and said.get("fmt", "e4m3") != "e4m3":
         wrong = f"fmt is {said.get('fmt')!r}, expected 'e4m3'"
     if not wrong and block is not None and not _is_block(block):
-        wrong = f"weight_block_size is {block!r}, expected two positive integers"
+        name = "block_structure" if said.get("quant_method") == "compressed-tensors" else "weight_block_size"
+        wrong = f"{name} is {block!r}, expected two positive integers"
     return Fp8Format(None if wrong or block is None else (block[0], block[1])), wrong
 
 

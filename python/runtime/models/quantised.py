@@ -42,7 +42,9 @@ def stored_format(raw: Mapping[str, Any], source: str) -> Int4Format | Fp8Format
         return None
     method = said.get("quant_method", said) if isinstance(said, dict) else said
     wrong = ""
-    if isinstance(said, dict) and method in FP8_METHODS:
+    if not isinstance(said, dict):
+        wrong = "expected an object with quant_method"
+    elif method in FP8_METHODS:
         fp8, wrong = fp8_format(said)
         if not wrong:
             return fp8

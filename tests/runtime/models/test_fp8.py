@@ -110,10 +110,17 @@ def test_on_cuda_its_bytes_stay(tmp_path: Path, said: dict[str, Any], scale: str
         ({**FP8, "weight_block_size": [128]}, r"weight_block_size is \[128\]"),
         (compressed(num_bits=4, type="int"), "expected num_bits 8 and type 'float'"),
         (dict(CT), "config_groups' weights are"),
+        ({**CT, "config_groups": [1]}, "config_groups' weights are"),
+        (compressed(block_structure=5), "block_structure is 5, expected two positive integers"),
+        (compressed(block_structure=[128, 0]), r"block_structure is \[128, 0\]"),
+        ({**FP8, "weight_block_size": "128"}, "weight_block_size is '128'"),
+        ("fp8", "'fp8' is not supported: expected an object with quant_method"),
+        ("gptq", "'gptq' is not supported: expected an object with quant_method"),
+        ({"quant_method": ["fp8"]}, "is not supported: expected gptq, awq, fp8"),
         ({**compressed(), "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
     ],
 )
-def test_what_is_not_known_is_refused_by_name(tmp_path: Path, said: dict[str, Any], says: str) -> None:
+def test_what_is_not_known_is_refused_by_name(tmp_path: Path, said: Any, says: str) -> None:
     write_fp8(tmp_path / "q", said, "weight_scale", "row")
     with pytest.raises(UnsupportedModelError, match=says) as caught:
         open_model(str(tmp_path / "q"))
