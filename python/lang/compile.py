@@ -18,6 +18,7 @@ import msgspec
 
 from phloem.lang.backend import Job, Record
 from phloem.runtime.request import Request, SamplingParams
+from phloem.runtime.text.joint import common_length
 
 if TYPE_CHECKING:
     from phloem.lang.session import Session
@@ -52,7 +53,7 @@ def segment_tree(jobs: Sequence[Job]) -> list[Node]:
         ids = job.request.token_ids
         if job.request.namespace != space:
             stack, space = [], job.request.namespace
-        common = _common(stack[-1].ids, ids, stack[-1].end) if stack else 0
+        common = common_length(stack[-1].ids, ids, stack[-1].end) if stack else 0
         while stack and stack[-1].start >= common:
             stack.pop()
         if stack and stack[-1].end > common:  # it is split
@@ -66,21 +67,6 @@ def segment_tree(jobs: Sequence[Job]) -> list[Node]:
         (stack[-1].children if stack else roots).append(node)
         stack.append(node)
     return roots
-
-
-def _common(a: tuple[int, ...], b: tuple[int, ...], limit: int) -> int:
-    """Length of the common prefix, at most `limit`. Slices are compared in C, halving."""
-    limit = min(limit, len(b))
-    if a[:limit] == b[:limit]:
-        return limit
-    low, high = 0, limit
-    while high - low > 1:
-        middle = (low + high) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle
-    return low
 
 
 @dataclass(eq=False)

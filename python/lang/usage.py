@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from phloem.lang.backend import Record
-from phloem.lang.compile import _common
+from phloem.runtime.text.joint import common_length
 
 __all__ = ["RunUsage", "usage_of"]
 
@@ -142,7 +142,7 @@ def _siblings(records: Sequence[Record], page_size: int) -> int:
         for step, i in ((-1, at - 1), (1, at)):
             while 0 <= i < len(sent):
                 other, ended = sent[i]
-                common = _common(ids, other, len(ids))
+                common = common_length(ids, other, len(ids))
                 if common <= max(cached, shared):
                     break
                 if ended > r.started:
@@ -169,7 +169,7 @@ def _size(paths: Sequence[tuple[int, ...]]) -> int:
     total = 0
     before: tuple[int, ...] = ()
     for path in paths:
-        total += len(path) - _common(before, path, len(before))
+        total += len(path) - common_length(before, path, len(before))
         before = path
     return total
 
@@ -188,7 +188,7 @@ def _fed(prompts: Sequence[tuple[tuple[int, ...], float, int]], generated: Seque
         for step, i in ((-1, at - 1), (1, at)):
             while 0 <= i < len(prompts):
                 other, started, cached = prompts[i]
-                common = _common(path, other, len(path))
+                common = common_length(path, other, len(path))
                 if common <= own:
                     break
                 reach = max(reach, common)
@@ -204,7 +204,7 @@ def _fed(prompts: Sequence[tuple[tuple[int, ...], float, int]], generated: Seque
     found, upto = 0, 0
     before: tuple[int, ...] = ()
     for path, own in sorted(parts):
-        shared = min(_common(before, path, len(before)), upto)
+        shared = min(common_length(before, path, len(before)), upto)
         found += max(0, len(path) - max(own, shared))
         before, upto = path, len(path)
     return found

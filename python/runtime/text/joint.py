@@ -9,7 +9,8 @@ Exact where a tokenizer gives the same ids for a text and for its two halves cut
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 __all__ = ["SharedBeginnings", "common_length", "cut_at_blank"]
 
@@ -44,9 +45,9 @@ def _splits(text: str, at: int) -> bool:
     return at < len(text) and text[at].isspace()
 
 
-def common_length(a: str, b: str) -> int:
-    """Of the common beginning. Slices are compared in C, halving."""
-    limit = min(len(a), len(b))
+def common_length(a: Sequence[Any], b: Sequence[Any], limit: int | None = None) -> int:
+    """Of the common beginning, at most `limit`. a, b: of one type. Slices are compared in C, halving."""
+    limit = min(len(a), len(b)) if limit is None else min(limit, len(a), len(b))
     if a[:limit] == b[:limit]:
         return limit
     low, high = 0, limit
