@@ -26,7 +26,8 @@ class RunUsage:
     and on no path.   again: tokens known before that had to be computed once more for their logits: the last of a prompt found whole (R4), and
     of scored paths what they share.   forwards: steps that the engine made from the first request to the last end, whoever caused them; None
     where the backend does not tell.   siblings: of prompts that were under way together, the part of a page that they share and that
-    several computed (R5); less than a page each.   recomputed: what was computed beyond unique − fed; Y6 says that it is again + siblings,
+    several computed (R5); less than a page each. Not predicted but what is left, at most what R5 allows given what each prompt found: more than
+    that shows as recomputed > again + siblings.   recomputed: what was computed beyond unique − fed; Y6 says that it is again + siblings,
     and no more.
     """
 
